@@ -28,8 +28,9 @@ from phalanx.launch.context import RankContext
 from phalanx.launch.worker_pool import WorkerPool
 from phalanx.plan.complete import complete
 from phalanx.plan.plan import Plan
-from phalanx.session.change import Member, change, open_member
+from phalanx.session.change import change, open_member
 from phalanx.session.session import Session
+from phalanx.session.spare import Member
 
 SAMPLES, LAYERS, WIDTH = 16, 4, 512
 CASES = (("dp=1", 1, 128), ("dp=1", 4, 128), ("dp=1", 1, 512), ("dp=2", 1, 512), ("dp=2,zero=2", 1, 512))

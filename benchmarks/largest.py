@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import report
 
-from phalanx.observe.metrics import peak_flops
+from phalanx.planning.precision import peak_flops
 
 RESULTS = Path(__file__).parent.parent / "docs" / "results"
 MODEL = "meta-llama/Meta-Llama-3-8B"

@@ -26,8 +26,9 @@ from phalanx.model.captured import Captured
 from phalanx.params.flat import Piece
 from phalanx.plan.plan import Plan
 from phalanx.session.ahead import Ahead
-from phalanx.session.change import Member, change, everyone, open_member
+from phalanx.session.change import change, everyone, open_member
 from phalanx.session.session import Opening, Session
+from phalanx.session.spare import Member
 from phalanx.state import checkpoint
 from phalanx.state.rendezvous import Meeting, StoreRendezvous
 

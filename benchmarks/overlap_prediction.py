@@ -25,6 +25,7 @@ from phalanx.predict.from_facts import Device, costs_of_facts
 from phalanx.predict.shares import Shares
 from phalanx.predict.simulate import seconds_among_others
 from phalanx.predict.split_facts import Split, SplitFacts
+from phalanx.predict.update import Update
 from phalanx.program.compile import CompiledPlan, compile_plan
 from phalanx.program.instructions import REDISTRIBUTIONS
 
@@ -84,7 +85,8 @@ class Case:
         samples = -(-self.setting.size.samples // plan.mb)
         dims = self.captured.dims({name: tensor[:samples] for name, tensor in self.setting.batch().items()})
         device = DEVICES[self.device]
-        costs = costs_of_facts(self.facts, self.facts.eager, dims, device, plan.sum_bytes, self.setting.masters)
+        update = Update(master_weights=self.setting.masters)
+        costs = costs_of_facts(self.facts, self.facts.eager, dims, device, plan.sum_bytes, update)
         return divided(_with_sgd(costs, device), self.forward_share)
 
     def program(self, mode: str) -> Program:

@@ -5,8 +5,9 @@
 A rank is killed, or stopped by a signal so that it hangs, at a random moment of a run of a tiny GPT-2; what counts is
 the time from the signal to the end of the first step that the new generation makes, beside a usual step of it. With
 `shrink` survivors hold the state; with `replace` a process is forked, prepares the run and gets its state from them.
-Where the time goes is told part by part, as the run log has it. With `--gpu` the ranks share one GPU in turns: the
-multi-process service may end the others with the one that is killed.
+With `a rank to spare` five ranks have a plan for four, and the fifth takes the place. Where the time goes is told part
+by part, as the run log has it. With `--gpu` the ranks share one GPU in turns: the multi-process service may end the
+others with the one that is killed.
 """
 
 from __future__ import annotations
@@ -37,29 +38,32 @@ from phalanx.training.trainer import Trainer, fit_on_rank
 
 WORLD, STEPS = 4, 24
 KILL, HANG = signal.SIGKILL, signal.SIGSTOP
+SPARE = "a rank to spare"  # a fifth that has no place in the plan, with `shrink`
 CASES = (
     ("dp=4", "shrink", KILL), ("pp=2,dp=2,mb=2", "shrink", KILL), ("dp=4", "replace", KILL),
     ("pp=2,dp=2,mb=2", "replace", KILL), ("dp=4", "shrink", HANG), ("pp=2,dp=2,mb=2", "shrink", HANG),
-    ("dp=4,zero=1", "shrink", KILL),
+    ("dp=4,zero=1", "shrink", KILL), ("dp=4", SPARE, KILL), ("pp=2,dp=2,mb=2", SPARE, KILL),
 )  # fmt: skip
-AIMS = {"shrink": 0.5, "replace": 3.0, "hang": 1.5}  # seconds; with shrink besides one step
+AIMS = {"shrink": 0.5, SPARE: 0.5, "replace": 3.0, "hang": 1.5}  # seconds; but for the last two besides one step
 NCCL_AIM = 2.0  # seconds besides one step, whatever happened
 HEADERS = ["plan", "on_loss", "what", "times", "to next step s (median)", "worst", "usual step s", "aim"]
-PARTS = ["noticed", "let go", "wait", "meet", "plan", "restore", "first step"]
+PARTS = ["noticed", "heard", "let go", "wait", "start", "meet", "plan", "restore", "first step"]
 RESULTS = Path(__file__).parent.parent / "docs" / "results"
 INTRO = """# Recovery
 
 How long a run stands still when a rank is killed or hangs: from the signal to the end of the first step that the others
 make (with `shrink`) or all of them with a new one (with `replace`), at random moments of runs of a tiny GPT-2. With
-`zero=1` every rank alone holds a part of the state, of which others have copies (`--mirror-every 1`). Each second table
-says where the time goes (medians): until the loss is noticed; letting go of the old connections; waiting for the
-supervisor; meeting, which with `replace` includes the start of a process; the plan, its functions and its groups;
-state; and the first step, which is no longer than usual but for what it does for the first time. Parts are those of the
-run's first rank.
+`a rank to spare` five ranks have a plan for four (`--on-loss shrink`), and the fifth takes the place of the one that is
+lost. With `zero=1` every rank alone holds a part of the state, of which others have copies (`--mirror-every 1`).
+
+Each second table says where the time goes (medians): until the supervisor notices the loss; until the rank has heard of
+it and left its step; letting go of the old connections; waiting for the supervisor; with `replace`, the start of a
+process, until it is ready to compute; meeting; the plan, its functions and its groups; state; and the first step, which
+is no longer than usual but for what it does for the first time. Parts are those of the run's first rank.
 
 Where ranks share one GPU, NCCL needs 0.5 to 1.0 s to give up its communicators, which ranks begin to do before they
 meet and have done before they restore their state; a process in the place of another starts CUDA and loads all kernels,
-which takes seconds, the more so where the others keep the GPU busy with waiting for it."""
+which takes seconds, and a rank to spare has done that."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -75,7 +79,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     setting = {"gpu": options.gpu, "compile": options.compile, "world": WORLD, "steps": STEPS, "repeats": repeats}
     on = {"device": "cuda" if options.gpu else "cpu", "compile": options.compile}
     environment = rank_environment if options.gpu else None
-    pool = WorkerPool(WORLD, threads_per_rank=1, device=on["device"], environment=environment)
+    pool = WorkerPool(WORLD + 1, threads_per_rank=1, device=on["device"], environment=environment)
     with tempfile.TemporaryDirectory() as folder, pool:
         for plan, on_loss, number in (CASES[each] for each in options.cases):
             outs = (Path(folder) / f"{len(results)}-{n}" for n in range(repeats))
@@ -92,6 +96,7 @@ def _struck(
     pool: WorkerPool, on: Mapping[str, Any], out: Path, plan: str, on_loss: Any, number: int, draw: random.Random
 ) -> dict[str, Any]:  # fmt: skip
     """One run, one kill or hang."""
+    world, on_loss = (WORLD + 1, "shrink") if on_loss == SPARE else (WORLD, on_loss)
     config = RunConfig.create(
         tiny=True, seq_len=32, batch_size=16, steps=STEPS, progress="off", export=False, checkpoint_every="never",
         out=out, plan=plan, on_loss=on_loss, mirror_every=1 if "zero" in plan else "auto", **on,
@@ -109,7 +114,7 @@ def _struck(
             threading.Thread(target=strike).start()
 
     with pack(trainer.job) as payload:
-        pool.run(fit_on_rank, payload, on_event=on_event, on_loss=on_loss)
+        pool.run(fit_on_rank, payload, world=world, on_event=on_event, on_loss=on_loss)
     records = read_log(out / "log-rank0.jsonl")
     (loss,) = (record for record in records if record["kind"] == "loss")
     steps = [record for record in records if record["kind"] == "step"]
@@ -129,11 +134,12 @@ def row(result: Mapping[str, Any], gpu: bool) -> list[str]:
 
 
 def _aim_of_cpus(result: Mapping[str, Any], usual: float) -> float:
-    return AIMS.get(result["what"]) or AIMS[result["on_loss"]] + usual * (result["on_loss"] == "shrink")
+    return AIMS.get(result["what"]) or AIMS[result["on_loss"]] + usual * (result["on_loss"] != "replace")
 
 
 def parts_row(result: Mapping[str, Any]) -> list[str]:
-    own = [[kill["parts"].get(name, 0.0) for kill in result["kills"]] for name in PARTS]
+    kills = [kill["parts"] | {"heard": kill["seconds"] - sum(kill["parts"].values())} for kill in result["kills"]]
+    own = [[kill.get(name, 0.0) for kill in kills] for name in PARTS]
     return [*_case(result), *(f"{statistics.median(seconds):.3f}" for seconds in own)]
 
 

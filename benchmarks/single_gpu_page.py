@@ -9,7 +9,7 @@ from typing import Any
 
 import report
 
-from phalanx.observe.metrics import peak_flops
+from phalanx.planning.precision import peak_flops
 
 HERE = Path(__file__).parent
 RESULTS = HERE.parent / "docs" / "results"

@@ -4,8 +4,8 @@
 
 Every run trains a tiny GPT-2 on a few CPU ranks under a random plan, and faults happen to it one after the other, each
 a random moment after it recovered from the one before. Held against a run of one process that nothing happened to:
-parameters, loss and samples of every step, how many steps were made again, and what is left behind (processes, shared
-memory, open files), within time limits. Results are kept run by run in the folder, by their numbers: what was
+parameters, loss and samples of every step, how many steps were made again, and what is left behind (processes, ports,
+shared memory, open files), within time limits. Results are kept run by run in the folder, by their numbers: what was
 interrupted goes on where it was, and a number always means the same faults (though not to the millisecond).
 """
 

@@ -7,22 +7,21 @@ import contextlib
 import json
 import math
 import os
+import re
 import signal
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from soak_job import STEPS
 from torch import Tensor
 
 from phalanx.observe.runlog import read_log
 from phalanx.state import checkpoint
 
 LOG = "log-rank0.jsonl"
+_PARENT, _SESSION = 1, 3  # where they stand in /proc/…/stat, after the name
 _BITS, _STEP = 1e-7, 1e-9  # how far parameters and losses may differ: other plans add in another order
-# That a rank may have open: with nothing lost, ten of mirrors included, and more with every loss.
-_FILES, _FILES_PER_LOSS = 70, 40
 
 
 class Followed:
@@ -89,35 +88,35 @@ def _stored(folder: Path) -> dict[str, Tensor]:
     return {name: opened.read(name) for name in opened.names()}
 
 
-def made_too_often(losses: Sequence[Mapping[str, Any]], mirror_every: int | str) -> Iterator[str]:
-    """From ranks that are left, and mirrors, nothing is made again; from copies as many steps as lie between them and
-    one more."""
-    most_of = {"the ranks": 0, "copies": mirror_every}
-    for loss in losses:
+def made_too_often(records: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> Iterator[str]:
+    """records: all of a log. From ranks that are left, and mirrors, nothing is made again; from copies as many steps as
+    lie between them. A checkpoint is complete when the one after the next is begun, so that less than two distances
+    between them are made again, and one more for each that the disk refused or that was given up with a loss."""
+    every, mirrors = options["checkpoint_every"], options.get("mirror_every", 1)
+    for place, loss in enumerate(records):
+        if loss["kind"] != "loss":
+            continue
         source, repeated = loss["source"], loss["repeated"]
-        most = next((most for begin, most in most_of.items() if source.startswith(begin)), STEPS)
-        if isinstance(most, int) and repeated > most:
-            yield f"{repeated} steps were made again from {source}"
+        if source.startswith("the ranks"):
+            most = 0
+        elif source.startswith("copies") and isinstance(mirrors, int):
+            most = mirrors
+        else:  # also copies that are as far apart as they had better be: an older one than the checkpoint is not used
+            most = every * (2 + _num_given_up(records[:place], _step_of(source)))
+        if repeated > most:
+            yield f"{repeated} steps were made again from {source} (at most {most})"
 
 
-def most_open_files(pids: Sequence[int]) -> int:
-    """Of ranks that still run."""
-    counts = [0]
-    for pid in pids:
-        with contextlib.suppress(OSError):
-            counts.append(len(os.listdir(f"/proc/{pid}/fd")))
-    return max(counts)
+def _step_of(source: str) -> int:
+    """After which copies or a checkpoint were made; 0 for the beginning."""
+    found = re.search(r"(?:copies of step |step-)(\d+)", source)
+    return int(found[1]) if found else 0
 
 
-def left_open(num_files: int, num_losses: int) -> list[str]:
-    most = _FILES + _FILES_PER_LOSS * num_losses
-    return [f"a rank has {num_files} open files after {num_losses} losses"] if num_files > most else []
-
-
-def shared_memory() -> set[str]:
-    """Pieces of it whose makers are gone: torch names each after the process that made it."""
-    names = [name for name in os.listdir("/dev/shm") if name.startswith("torch_")]
-    return {name for name in names if not runs(int(name.split("_")[1]))}
+def _num_given_up(records: Sequence[Mapping[str, Any]], step: int) -> int:
+    """Since a step was told of: losses, refusals and new attempts, each of which may have cost a checkpoint."""
+    since = max((n for n, it in enumerate(records) if it["kind"] == "step" and it["step"] == step), default=0)
+    return sum(record["kind"] in ("loss", "not_saved", "start") for record in records[since:])
 
 
 def runs(pid: int) -> bool:
@@ -128,15 +127,21 @@ def runs(pid: int) -> bool:
 
 
 def descendants(pid: int) -> list[int]:
-    own = _children(pid)
+    own = _with(_PARENT, pid)
     return [*own, *(each for child in own for each in descendants(child))]
 
 
-def _children(pid: int) -> list[int]:
+def session_of(pid: int) -> set[int]:
+    """The processes of the session that one leads, whoever is their parent by now."""
+    return set(_with(_SESSION, pid))
+
+
+def _with(place: int, value: int) -> list[int]:
+    """Processes that have a number at a place of what the kernel says of them."""
     found: list[int] = []
     for path in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
-            if int(path.read_text().rpartition(")")[2].split()[1]) == pid:
+            if int(path.read_text().rpartition(")")[2].split()[place]) == value:
                 found.append(int(path.parent.name))
     return found
 

@@ -17,9 +17,19 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import soak_nodes
 import soak_supervisor
-from soak_checks import Followed, differences, left_open, made_too_often, most_open_files, shared_memory
+from soak_checks import Followed, differences, made_too_often
 from soak_faults import STORE_PORT
 from soak_job import STEPS, Samples, Struck, config
+from soak_left import (
+    LOOKED_FOR,
+    beside_ranks,
+    left_open,
+    left_running,
+    listening,
+    marked,
+    most_open_files,
+    shared_memory,
+)
 from soak_settings import Setting
 from soak_strikes import FATAL, Striker
 
@@ -32,17 +42,16 @@ _WORLD, _MOST_ATTEMPTS = 4, 12
 
 
 def work(job: int, folder: Path, kinds: Sequence[str], at: Any) -> None:
-    """Runs one after the other in one process with one pool, until it is ended. at: the number of the next, negative
-    until there is one."""
+    """Runs one after the other in one process, until it is ended. at: the number of the next, negative until there is
+    one."""
     os.environ["OMP_NUM_THREADS"] = "1"
-    expected = _uninterrupted(folder, job)
-    with WorkerPool(_WORLD, threads_per_rank=1, device="cpu", silence=3.0) as pool:
-        while True:
-            if at[0] >= 0:
-                record = run(pool, Setting.of(int(at[0]), kinds), folder, expected)
-                note(folder, job, record)
-                at[0] = -1.0
-            time.sleep(0.05)
+    expected = uninterrupted(folder, job)
+    while True:
+        if at[0] >= 0:
+            record = run(Setting.of(int(at[0]), kinds), folder, expected)
+            note(folder, job, record)
+            at[0] = -1.0
+        time.sleep(0.05)
 
 
 def note(folder: Path, job: int, record: dict[str, Any]) -> None:
@@ -50,39 +59,55 @@ def note(folder: Path, job: int, record: dict[str, Any]) -> None:
         file.write(json.dumps(record) + "\n")
 
 
-def _uninterrupted(folder: Path, job: int) -> Path:
+def uninterrupted(folder: Path, job: int, **options: Any) -> Path:
     """The run of one process, which nothing happens to."""
     out = folder / f"alone-{job}"
     if not (out / "done").exists():
         shutil.rmtree(out, ignore_errors=True)
-        Trainer("gpt2", Samples(), config(out)).fit()
+        Trainer("gpt2", Samples(), config(out, **options)).fit()
         (out / "done").touch()
     return out
 
 
-def run(pool: WorkerPool, setting: Setting, folder: Path, expected: Path) -> dict[str, Any]:
+def run(setting: Setting, folder: Path, expected: Path) -> dict[str, Any]:
     """One run and its verdict. Its folder is kept where something was wrong."""
     out, orders = folder / f"run-{setting.number}", folder / f"run-{setting.number}-orders"
     for each in (out, orders):
         shutil.rmtree(each, ignore_errors=True)
     orders.mkdir(parents=True)
-    began, shared = time.time(), shared_memory()
-    if setting.place == "pool":
-        struck, problems = _in_pool(pool, setting, out, orders)
-    else:
-        struck, problems = {"supervisor": soak_supervisor, "nodes": soak_nodes}[setting.place].run(setting, out)
-    losses = [record for record in Followed(out).read() if record["kind"] == "loss"]
-    num_files = most_open_files(list(pool.pids.values()))
+    began, shared, ports, mark, num_files = time.time(), shared_memory(), listening(os.getpid()), _mark(setting), 0
+    with marked(mark):
+        if setting.place == "pool":
+            struck, problems, num_files = _in_own_pool(setting, out, orders, mark)
+        else:
+            struck, problems = {"supervisor": soak_supervisor, "nodes": soak_nodes}[setting.place].run(setting, out)
+    records = Followed(out).read()
+    losses = [record for record in records if record["kind"] == "loss"]
     if not problems:
-        every = setting.options.get("mirror_every", 1)
-        problems += [*differences(out, expected), *made_too_often(losses, every), *left_open(num_files, len(losses))]
-    pool.processes.end()
+        problems += [*differences(out, expected), *made_too_often(records, setting.options)]
+        problems += left_open(num_files, len(losses))
+    problems += left_running(mark)
     problems += [f"{name} was left in shared memory" for name in shared_memory() - shared]
+    problems += [f"port {port} was left open" for port in listening(os.getpid()) - ports]
     _attribute(losses, struck, out)
     if not problems:
         for each in (out, orders):
             shutil.rmtree(each, ignore_errors=True)
-    return record_of(setting, struck, problems, time.time() - began) | {"open_files": num_files}
+    seconds = time.time() - began
+    return record_of(setting, struck, problems, seconds) | {"open_files": num_files, "looked_for": LOOKED_FOR}
+
+
+def _mark(setting: Setting) -> str:
+    return f"{os.getpid()}-{setting.number}"
+
+
+def _in_own_pool(setting: Setting, out: Path, orders: Path, mark: str) -> tuple[list[Struck], list[str], int]:
+    """Faults of ranks; a pool of its own, so that whatever is left after it is this run's. The last number is that of
+    files that a rank had open."""
+    with WorkerPool(_WORLD, threads_per_rank=1, device="cpu", silence=3.0) as pool:
+        struck, problems = _in_pool(pool, setting, out, orders)
+        timeout = config(out, on_loss=setting.on_loss, **setting.options).timeout
+        return struck, [*problems, *beside_ranks(pool, mark, timeout)], most_open_files(list(pool.pids.values()))
 
 
 def record_of(setting: Setting, struck: Sequence[Struck], problems: Sequence[str], seconds: float) -> dict[str, Any]:

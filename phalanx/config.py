@@ -118,7 +118,7 @@ class RunConfig(BaseModel):
         "when a rank is lost: stop; shrink: the others go on with a plan for them; replace: with a new rank; regrow: "
         "shrink, and take a new rank in when it is ready",
     )  # fmt: skip
-    min_ranks: int = _option("Training", 1, "with fewer ranks left, shrink and regrow wait for new ones", ge=1)
+    min_ranks: int = _option("Training", 1, "when ranks are lost: with fewer left, the others wait for new ones", ge=1)
     mirror_every: Annotated[int, Field(ge=0)] | Literal["auto", "never"] = _option(
         "Training", "never",
         "steps between copies of the state in other ranks' memory, for on_loss (0: kept current by gradients; auto: at "

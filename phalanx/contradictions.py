@@ -52,6 +52,12 @@ def require_no_import(optimizer: Any) -> None:
         )
 
 
+def require_known_optimizer(name: str) -> None:
+    if "." not in name and name not in OPTIMIZERS:
+        suggestion = f"{nearest(name, OPTIMIZERS)} Or give a dotted path such as torch.optim.Adagrad"
+        raise ConfigError(f"option optimizer = {name!r} is unknown", suggestion)
+
+
 def _check_deterministic(config: RunConfig) -> None:
     if not config.deterministic:
         if config.slot_size != 1:
@@ -100,10 +106,10 @@ def require_together(config: RunConfig) -> None:
             "option on_spike = 'rollback' needs to know what a spike is, and checkpoints on the way",
             "set spike_factor and checkpoint_every as well",
         )
-    if config.min_ranks > 1 and config.on_loss not in ("shrink", "regrow"):
+    if config.min_ranks > 1 and config.on_loss == "stop":
         raise ConfigError(
             f"option min_ranks = {config.min_ranks} does nothing with on_loss = {config.on_loss!r}",
-            "set on_loss to shrink or regrow as well, or leave min_ranks out",
+            "set on_loss to shrink, replace or regrow as well, or leave min_ranks out",
         )
     if config.mirror_every != "never" and config.on_loss == "stop":
         raise ConfigError(
@@ -126,9 +132,7 @@ def require_together(config: RunConfig) -> None:
         raise ConfigError("option data is empty", "name a file or folder, or use 'stdlib' or 'synthetic'")
     if not all(0 <= beta < 1 for beta in config.betas):
         raise ConfigError(f"option betas = {config.betas} is out of range", "both must be at least 0 and less than 1")
-    if "." not in config.optimizer and config.optimizer not in OPTIMIZERS:
-        suggestion = f"{nearest(config.optimizer, OPTIMIZERS)} Or give a dotted path such as torch.optim.Adagrad"
-        raise ConfigError(f"option optimizer = {config.optimizer!r} is unknown", suggestion)
+    require_known_optimizer(config.optimizer)
     if config.profile_steps is not None:
         parse_steps(config.profile_steps)
     if config.memory is not None:

@@ -1,4 +1,4 @@
-"""Errors a user can cause or must know about.
+"""Errors a user can cause or must know about, and phrases of their messages.
 
 Every message names the object, the place, the allowed values and the next step (invariant 6). Our own bugs are
 `assert`s, never these.
@@ -87,3 +87,8 @@ def nearest(name: str, allowed: Iterable[str]) -> str:
     if close:
         return "did you mean " + " or ".join(repr(c) for c in close) + "?"
     return "allowed: " + ", ".join(sorted(allowed))
+
+
+def counted(number: int, noun: str, several: str = "") -> str:
+    """'1 step', '2 steps'. several: of more than one, where that is not the noun with an s."""
+    return f"{number} {noun if number == 1 else several or f'{noun}s'}"

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, cast, get_args, get_origin
 
@@ -51,6 +51,15 @@ def plain_value(value: Any) -> Any:
         return json.loads(value.lower())
     except ValueError:
         return value
+
+
+def named_values(option: str, items: Sequence[str]) -> dict[str, str]:
+    """['momentum=0.9'] → {'momentum': '0.9'}: an option that is a mapping, as the command line gives it."""
+    for item in items:
+        if "=" not in item:
+            flag = "--" + option.replace("_", "-")
+            raise ConfigError(f"{flag} {item!r} is not of the form NAME=VALUE", f"write e.g. {flag} momentum=0.9")
+    return dict(item.split("=", 1) for item in items)
 
 
 def is_searched(plan: str) -> bool:

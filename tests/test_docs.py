@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import importlib.util
 import inspect
 import io
 import re
@@ -122,6 +123,23 @@ def test_every_python_call_in_the_docs_uses_options_that_exist(block: Block):
     for node in ast.walk(ast.parse(block.text)):
         if isinstance(node, ast.Call) and (allowed := options.get(ast.unparse(node.func))) is not None:
             assert {keyword.arg for keyword in node.keywords} <= allowed, f"{block}: {ast.unparse(node)}"
+
+
+@pytest.mark.parametrize("block", PYTHON, ids=str)
+def test_everything_of_ours_that_python_in_the_docs_imports_exists(block: Block):
+    for node in ast.walk(ast.parse(block.text)):
+        if isinstance(node, ast.ImportFrom) and node.module is not None and node.module.startswith("phalanx"):
+            module = importlib.import_module(node.module)
+            missing = [own.name for own in node.names if not hasattr(module, own.name) and not _is_module(node, own)]
+            assert not missing, f"{block}: {ast.unparse(node)}"
+        elif isinstance(node, ast.Import):
+            for own in node.names:
+                if own.name.startswith("phalanx"):
+                    importlib.import_module(own.name)
+
+
+def _is_module(node: ast.ImportFrom, name: ast.alias) -> bool:
+    return importlib.util.find_spec(f"{node.module}.{name.name}") is not None
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))

@@ -25,6 +25,7 @@ from phalanx.observe.runlog import read_log
 from phalanx.observe.story import story
 from phalanx.plan.plan import Plan
 from phalanx.planning.cluster import Cluster
+from phalanx.planning.rates import Spread
 from phalanx.planning.runs import COLUMNS, read_runs
 from phalanx.predict.timeline import Timeline
 from phalanx.profile.store import Row, Store, rates_from, read_profile
@@ -98,7 +99,8 @@ def answered(folder: Path) -> Path:
 
 
 MEASURED = [
-    Row(kind, {"device": "H", "ranks": 1, "dtype": "f", "size": 8}, 2.0, "now") for kind in ("product", "memory")
+    Row(kind, {"device": "H", "ranks": 1, "devices": 1, "nodes": 1, "dtype": "f", "size": 8}, 2.0, "now")
+    for kind in ("product", "memory")
 ]
 LOG = [
     {"kind": "start", "time": 1.0, "header": {"plan": "mb=2: two"}, "first_step": 0, "total_steps": 3},
@@ -174,7 +176,10 @@ FUZZED: dict[str, tuple[Callable[[Path], Path], str, Callable[[Path], object]]] 
     ),
     "answer": (answered, "change-0.json", read_answer),
     "log": (written("log", lines(LOG)), "log", lambda path: [*story(read_log(path / "log"))]),
-    "profile": (exported, "profile.json", lambda path: rates_from(read_profile(path / "profile.json"), "H", "f", 1)),
+    "profile": (
+        exported, "profile.json",
+        lambda path: rates_from(read_profile(path / "profile.json"), "H", "f", Spread()),
+    ),
     "profiles": (profiled, "profiles.sqlite", lambda path: Store(path / "profiles.sqlite").rows()),
     "cluster": (
         written("c.json", '{"nodes": [{"count": 2, "devices": 8, "device": "H100", "network": 400e9}], "price": 2}'),

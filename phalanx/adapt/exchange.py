@@ -101,6 +101,14 @@ class Round:
             _messages((move for move in moves if move.destination == rank), ranks, lambda move: move.source),
         )
 
+    @property
+    def sent_bytes(self) -> int:
+        return sum(message.size for message in self.outgoing)
+
+    @property
+    def received_bytes(self) -> int:
+        return sum(message.size for message in self.incoming)
+
 
 class Staging:
     """Memory through which messages pass, used again and again: the first touch of new memory costs more than a copy
@@ -116,12 +124,18 @@ class Staging:
             self._buffers[name] = torch.empty(size, dtype=torch.uint8, device=self._device)
         return self._buffers[name][:size]
 
+    def make_room(self, rounds: Iterable[Round]) -> None:
+        """So that no exchange lacks memory when others wait for it."""
+        for own in rounds:
+            self.take("packed", own.sent_bytes)
+            self.take("arrived", own.received_bytes)
+
 
 def exchange(own: Round, old: Held, new: Held, group: Group, staging: Staging) -> list[str]:
     """One round of a group of all ranks; what is wrong with what came, in words."""
     outgoing, incoming = own.outgoing, own.incoming
     sent, received = ([message.size for message in messages] for messages in (outgoing, incoming))
-    packed, arrived = staging.take("packed", sum(sent)), staging.take("arrived", sum(received))
+    packed, arrived = staging.take("packed", own.sent_bytes), staging.take("arrived", own.received_bytes)
     for message, part in zip(outgoing, packed.split(sent), strict=True):
         message.pack(part, old)
     group.all_to_all(arrived, packed, received, sent).wait("state that moves")

@@ -7,8 +7,10 @@ wrong on any rank, all of them move back what had already moved and have what th
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Callable, Iterable, Sequence
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -24,12 +26,44 @@ Home = Callable[[str], torch.device]  # of a tensor by its name
 
 
 class ChangeRefused(PhalanxError):
-    """A change of plan that was not made: everything is as it was."""
+    """A change of plan that was not made: everything is as it was. traceback: of what failed on this rank, where that
+    was nothing that we foresee."""
+
+    def __init__(self, message: str, hint: str = "", traceback: str = "") -> None:
+        super().__init__(message, hint)
+        self.traceback = traceback
+        if traceback:
+            self.add_note(traceback)
+
+
+class StateLost(PhalanxError):
+    """A change of plan that could be neither made nor taken back: this rank has nothing to train on with."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, "go on from the newest checkpoint: --resume auto, in a loop of your own session.load")
+
+
+@contextlib.contextmanager
+def refusing(what: str) -> Iterator[None]:
+    """Whatever fails within it is the reason of a refusal. Errors of ours say by themselves what is wrong."""
+    try:
+        yield
+    except PhalanxError:
+        raise
+    except Exception as error:
+        where = "the traceback is in that rank's run log; in a loop of your own it is shown with this error"
+        raise ChangeRefused(f"{what}: {first_line(error)}", where, traceback.format_exc()) from None
+
+
+def first_line(error: BaseException) -> str:
+    """Of what kind it is, and the beginning of what it says."""
+    lines = str(error).strip().splitlines()
+    return ": ".join([type(error).__name__, *lines[:1]])
 
 
 def agree(group: Group, problem: PhalanxError | str | None) -> None:
     """Returns on all ranks, or, where one of them has a problem, raises on all of them."""
-    require_none(group, group.texts(problem_text(problem)))
+    require_none(group, group.texts(problem_text(problem)), problem)
 
 
 def problem_text(problem: PhalanxError | str | None) -> str:
@@ -39,13 +73,13 @@ def problem_text(problem: PhalanxError | str | None) -> str:
     return json.dumps([problem, ""]) if problem else ""
 
 
-def require_none(group: Group, said: Sequence[str]) -> None:
-    """said: the problems of all ranks as `problem_text` writes them."""
-    found = [(rank, *json.loads(own)) for rank, own in zip(group.ranks, said, strict=True) if own]
+def require_none(group: Group, said: Sequence[str], own: PhalanxError | str | None) -> None:
+    """said: the problems of all ranks as `problem_text` writes them. own: this rank's."""
+    found = [(rank, *json.loads(text)) for rank, text in zip(group.ranks, said, strict=True) if text]
     if found:
         rank, message, hint = found[0]
         where = "" if len({message for _, message, _ in found}) == 1 and len(found) == len(said) else f"rank {rank}: "
-        raise ChangeRefused(f"{where}{message}", hint)
+        raise ChangeRefused(f"{where}{message}", hint, own.traceback if isinstance(own, ChangeRefused) else "")
 
 
 class Arrived:
@@ -118,7 +152,7 @@ def migrate(
     """What this rank has in the new layout. held: what it has in the old one, which it loses. group: all ranks of the
     job, which all call this. home: in the new layout.
 
-    Raises `MovedBack`, with what this rank had, where the change was not made.
+    Raises `MovedBack`, with what this rank had, where the change was not made; `StateLost` where that failed, too.
     """
     homes = {name: data.device for name, data in held.items()}
     stream = _Stream(rank, group, device)
@@ -126,7 +160,12 @@ def migrate(
         arrived = stream.run(migration, held, home)
     except ChangeRefused as refused:
         back = migration.back(stream.dropped)
-        held |= _Stream(rank, group, device).run(back, stream.arrived, homes.__getitem__)
+        try:
+            held |= _Stream(rank, group, device).run(back, stream.arrived, homes.__getitem__)
+        except ChangeRefused as again:
+            raise StateLost(
+                f"a change of plan failed halfway and could not be taken back: {refused.message}; then {again.message}"
+            ) from None
         raise MovedBack(refused, Arrived(migration.old.get(rank, ()), held)) from refused
     return Arrived(migration.new.get(rank, ()), arrived)
 
@@ -164,9 +203,11 @@ class _Stream:
         rounds = iter(rounds_of(migration, self._rank, self._group.ranks))
         for portion in (*migration.portions, None):
             room: dict[str, Tensor] = {}
+            own = next(rounds, [])
             if portion is not None and problem is None:
                 try:
                     room = self._room(portion, old, new, held, home)
+                    self._staging.make_room(own)
                 except RuntimeError as error:
                     problem = f"no room for {portion.names[0]} and what goes with it: {str(error).splitlines()[0]}"
             agree(self._group, problem)  # also that what came before is sound
@@ -177,20 +218,26 @@ class _Stream:
             if portion is None:
                 break
             self.arrived |= room
-            problem, before = self._move(portion, next(rounds), held), portion
+            problem, before = self._move(portion, own, held), portion
         return self.arrived
 
     def _room(
         self, portion: Portion, old: dict[str, StateShard], new: dict[str, StateShard], held: dict[str, Tensor],
         home: Home,
     ) -> dict[str, Tensor]:  # fmt: skip
-        """Memory for what comes; what stays as it is needs none."""
+        """Memory for what comes. What stays as it is needs none, unless it is a part of a buffer of which another part
+        goes: it would keep all of it."""
+        stays = {
+            name for name in portion.names
+            if name in old and name in new and old[name].boxes == new[name].boxes and held[name].device == home(name)
+        }  # fmt: skip
+        left = {_storage(held[name]) for name in portion.names if name in old and name not in stays}
         found: dict[str, Tensor] = {}
         for name in portion.names:
-            if name in new:
-                stays = name in old and old[name].boxes == new[name].boxes and held[name].device == home(name)
-                dtype = getattr(torch, new[name].dtype)
-                found[name] = held[name] if stays else torch.empty(new[name].numel, dtype=dtype, device=home(name))
+            if name in stays and _storage(held[name]) not in left:
+                found[name] = held[name]
+            elif name in new:
+                found[name] = torch.empty(new[name].numel, dtype=getattr(torch, new[name].dtype), device=home(name))
         return found
 
     def _move(self, portion: Portion, rounds: Iterable[Round], held: dict[str, Tensor]) -> str | None:
@@ -199,9 +246,13 @@ class _Stream:
                 source = move.taken_from.view(held[move.name], move.box)
                 move.put_to.view(self.arrived[move.name], move.box).copy_(source)
         problems: list[str] = []
-        for own in rounds:
-            problems += exchange(own, held, self.arrived, self._group, self._staging)
+        for each in rounds:
+            problems += exchange(each, held, self.arrived, self._group, self._staging)
         return "; ".join(problems[:3]) or None
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
 
 
 def rounds_of(migration: Migration, rank: int, ranks: Sequence[int]) -> list[list[Round]]:

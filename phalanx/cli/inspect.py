@@ -17,13 +17,16 @@ import typer
 from phalanx.cli import inspect_slices, inspect_tensor
 from phalanx.cli.models import (
     DTYPES,
+    OPTIMIZER,
     PIPED_WIDTH,
     TOKENS,
     MasterWeights,
+    Optimizer,
+    OptimizerOptions,
     choose_dims,
     describer,
     find_facts,
-    require_precision,
+    read_update,
     run_name,
 )
 from phalanx.errors import ConfigError
@@ -31,7 +34,7 @@ from phalanx.expressions import evaluate
 from phalanx.model.facts.facts import BlockFacts, Dims, ModelFacts, load, runs
 from phalanx.model.zoo import zoo_table
 from phalanx.observe.format import bytes_text, number_text
-from phalanx.predict.from_facts import TrainingBytes
+from phalanx.predict.update import ADAMW, TrainingBytes, Update
 from phalanx.written import plan_text
 
 if TYPE_CHECKING:
@@ -62,6 +65,8 @@ def inspect(
     task: Annotated[str | None, typer.Option(help="what the model learns (default: from the model)")] = None,
     dtype: Annotated[str, typer.Option(metavar="|".join(DTYPES), help="precision of training")] = DTYPES[0],
     master_weights: MasterWeights = True,
+    optimizer: Optimizer = OPTIMIZER,
+    optimizer_options: OptimizerOptions = None,
     tiny: Annotated[bool, typer.Option("--tiny", help="shrink the model to test size")] = False,
     live: Annotated[bool, typer.Option("--live", help="capture a zoo model too, instead of reading its facts")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
@@ -86,7 +91,7 @@ def inspect(
 ) -> None:
     """Show a model's blocks: parameters, FLOPs, activations, what crosses each cut; with --tp how it is split, with
     --slices what parts of its sequences take."""
-    require_precision(dtype, master_weights)
+    update = read_update(dtype, master_weights, optimizer, optimizer_options)
     if model is None:
         return _list_zoo()
     inspect_slices.require_slices(slices, stages, device, tp)
@@ -101,11 +106,9 @@ def inspect(
     measured = inspect_slices.find_slices(facts, model, task, tiny, dims, stages, device) if slices else None
     split = inspect_tensor.find_report(facts, model, task, tiny, split_plan, dims) if split_plan.tp > 1 else None
     describe = describer(facts, model, task, tiny)
-    held = _Memory(facts, plan, dims, memory, describe, largest_batch, master_weights) if plan is not None else None
+    held = _Memory(facts, plan, dims, memory, describe, largest_batch, update) if plan is not None else None
     if as_json:
-        data = as_data(facts, dims, master_weights) | (
-            {"tensor": inspect_tensor.as_data(split, split_plan)} if split else {}
-        )
+        data = as_data(facts, dims, update) | ({"tensor": inspect_tensor.as_data(split, split_plan)} if split else {})
         data |= {"slices": inspect_slices.as_data(measured)} if measured else {}
         data |= {"memory": held.as_data()} if held else {}
         typer.echo(json.dumps(data, indent=2, ensure_ascii=False))
@@ -114,7 +117,7 @@ def inspect(
     elif split:
         inspect_tensor.print_report(facts, dims, split_plan, split)
     else:
-        _print(facts, dims, master_weights)
+        _print(facts, dims, update)
     if held and not as_json:
         held.print()
 
@@ -124,10 +127,10 @@ class _Memory:
 
     def __init__(
         self, facts: ModelFacts, plan: str, dims: dict[str, int], budget: str | None,
-        describe: Callable[[Plan], SplitFacts], finds_batch: bool = False, master_weights: bool = True,
+        describe: Callable[[Plan], SplitFacts], finds_batch: bool = False, update: Update = ADAMW,
     ) -> None:  # fmt: skip
         self._facts, self._dims, self._budget, self._describe = facts, dims, budget, describe
-        self._finds_batch, self._master_weights = finds_batch, master_weights
+        self._finds_batch, self._update = finds_batch, update
         self._prediction = self._predict(plan_text(plan))
 
     def as_data(self) -> dict[str, Any]:
@@ -161,9 +164,7 @@ class _Memory:
         from phalanx.predict.predict import predict
 
         dims = {**self._dims, "batch": batch or self._dims["batch"]}
-        return predict(
-            self._facts, plan, None, dims["batch"], dims, Device(), self._describe, master_weights=self._master_weights
-        )
+        return predict(self._facts, plan, None, dims["batch"], dims, Device(), self._describe, update=self._update)
 
 
 def _list_zoo() -> None:
@@ -175,9 +176,9 @@ def _list_zoo() -> None:
             typer.echo(f"{facts.name.ljust(width)}  {number_text(facts.num_parameters):>7}  {facts.task}")
 
 
-def totals(facts: ModelFacts, dims: Dims, master_weights: bool = True) -> dict[str, int]:
+def totals(facts: ModelFacts, dims: Dims, update: Update = ADAMW) -> dict[str, int]:
     """What the whole model takes: work per batch and per token, and memory without any sharding."""
-    kept, training = TrainingBytes.of(facts.dtype, master_weights), facts.flops(dims)
+    kept, training = TrainingBytes.of(facts.dtype, update), facts.flops(dims)
     return {
         "parameters": facts.num_parameters,
         "forward_flops": facts.flops(dims, training=False),
@@ -190,14 +191,14 @@ def totals(facts: ModelFacts, dims: Dims, master_weights: bool = True) -> dict[s
     }
 
 
-def as_data(facts: ModelFacts, dims: Dims, master_weights: bool = True) -> dict[str, Any]:
+def as_data(facts: ModelFacts, dims: Dims, update: Update = ADAMW) -> dict[str, Any]:
     """Everything that is shown, for programs."""
     return {
         "model": facts.name,
         "task": facts.task,
         "dtype": facts.dtype,
         "dims": dict(dims),
-        "totals": totals(facts, dims, master_weights),
+        "totals": totals(facts, dims, update),
         "blocks": [_block_data(block, dims) for block in facts.blocks],
         "tied": [{"name": t.name, "parameters": t.parameters, "blocks": list(t.blocks)} for t in facts.tied],
         "notes": list(facts.notes),
@@ -221,14 +222,14 @@ def _block_data(block: BlockFacts, dims: Dims) -> dict[str, Any]:
     }
 
 
-def _print(facts: ModelFacts, dims: Dims, master_weights: bool) -> None:
+def _print(facts: ModelFacts, dims: Dims, update: Update) -> None:
     from rich.console import Console
 
     console = Console(width=None if sys.stdout.isatty() else PIPED_WIDTH)
     shape = ", ".join(f"{name} {size}" for name, size in dims.items())
     console.print(f"{facts.name}  [dim]{facts.task}, {facts.dtype}, {shape}[/dim]", highlight=False)
     console.print(_block_table(facts, dims))
-    console.print(_totals_table(facts, dims, master_weights))
+    console.print(_totals_table(facts, dims, update))
     for note in facts.notes:
         console.print(f"note: {note}", markup=False, highlight=False)
 
@@ -256,19 +257,19 @@ def _block_table(facts: ModelFacts, dims: Dims) -> RenderableType:
     return table
 
 
-def _totals_table(facts: ModelFacts, dims: Dims, master_weights: bool) -> RenderableType:
+def _totals_table(facts: ModelFacts, dims: Dims, update: Update) -> RenderableType:
     from rich.table import Table
 
-    sums = totals(facts, dims, master_weights)
+    sums = totals(facts, dims, update)
     per = "token" if "tokens" in facts.dims else "sample"
-    masters = "float32 master weights and " if TrainingBytes.of(facts.dtype, master_weights).master else ""
+    masters = "float32 master weights and " if TrainingBytes.of(facts.dtype, update).master else ""
     rows = {
         "parameters": (f"{sums['parameters']:,}", _tied_text(facts)),
         f"training FLOPs per {per}": (number_text(sums["training_flops_per_token"]), "forward and backward"),
         "saved for the backward pass": (bytes_text(sums["saved_bytes"]), "one batch, nothing recomputed"),
         "weights": (bytes_text(sums["weight_bytes"]), facts.dtype),
         "gradients": (bytes_text(sums["gradient_bytes"]), "float64" if facts.dtype == "float64" else "float32"),
-        "optimizer state": (bytes_text(sums["optimizer_bytes"]), f"AdamW: {masters}two moments"),
+        "optimizer state": (bytes_text(sums["optimizer_bytes"]), f"{update.shown}: {masters}{update.words}"),
     }
     table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
     table.add_column(style="dim")

@@ -9,6 +9,7 @@ import contextlib
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -16,6 +17,8 @@ import typer
 
 from phalanx.errors import ConfigError, nearest
 from phalanx.model.facts.facts import BlockFacts, ModelFacts, load
+from phalanx.predict.update import Update
+from phalanx.written import named_values
 
 if TYPE_CHECKING:
     from phalanx.model.captured import Captured
@@ -24,7 +27,8 @@ if TYPE_CHECKING:
     from phalanx.predict.split_facts import SplitFacts
 
 TOKENS = 2048
-DTYPES = ("bfloat16", "float32", "float64")
+DTYPES = ("bfloat16", "float16", "float32", "float64")
+HALF = DTYPES[:2]
 PIPED_WIDTH = 160  # a file has no width, and a table squeezed into 80 columns cannot be read
 _SECONDS = 2.0
 
@@ -36,50 +40,75 @@ MasterWeights = Annotated[
 ]
 
 
-def require_precision(dtype: str, master_weights: bool) -> None:
+OPTIMIZER = "adamw"
+Optimizer = Annotated[str, typer.Option(help="adamw, sgd, muon or the dotted path of an optimizer class")]
+OptimizerOptions = Annotated[
+    list[str] | None, typer.Option(metavar="NAME=VALUE", help="further optimizer argument (repeatable)")
+]
+
+
+def read_update(dtype: str, master_weights: bool, optimizer: str, options: Sequence[str] | None) -> Update:
     """Refuses what is not known, and what does nothing."""
     if dtype not in DTYPES:
         raise ConfigError(f"option dtype = {dtype!r} is not one of {', '.join(DTYPES)}", nearest(dtype, DTYPES))
-    if not master_weights and dtype != DTYPES[0]:
+    if not master_weights and dtype not in HALF:
         message = f"option master_weights = False does nothing with dtype = {dtype}"
-        raise ConfigError(message, f"leave it out, or use --dtype {DTYPES[0]}")
+        raise ConfigError(message, f"leave it out, or use --dtype {' or '.join(HALF)}")
+    return Update.of(optimizer, named_values("optimizer_options", options or ()), master_weights)
 
 
-def find_facts(model: str, task: str | None, dtype: str, tiny: bool, live: bool) -> ModelFacts:
+Lora = Annotated[
+    str | None,
+    typer.Option(help="train adapters instead of the model: r=16, also alpha=32, dropout=0.05, targets=q_proj+v_proj"),
+]
+
+
+def find_facts(model: str, task: str | None, dtype: str, tiny: bool, live: bool, lora: str | None = None) -> ModelFacts:
     """The shipped facts where they are about exactly this, otherwise those of a capture."""
     is_folder = (Path(model).expanduser() / "config.json").is_file()  # a folder goes before a zoo model of its name
-    shipped = None if tiny or live or is_folder else load(model)
-    if shipped is not None and shipped.dtype == dtype and task in (None, shipped.task):
+    shipped = None if tiny or live or is_folder or lora else load(model, dtype)
+    if shipped is not None and task in (None, shipped.task):
         return shipped
 
     import torch
 
     from phalanx.engine.measure import measure
 
-    spec, captured = capture_model(model, task, dtype, tiny)
+    spec, captured = capture_model(model, task, dtype, tiny, lora)
     return measure(spec, captured, getattr(torch, dtype))
 
 
-def capture_model(model: str, task: str | None, dtype: str, tiny: bool) -> tuple[ModelSpec, Captured]:
-    """The model as blocks, read from the cache where it was captured before."""
+def capture_model(
+    model: str, task: str | None, dtype: str, tiny: bool, lora: str | None = None
+) -> tuple[ModelSpec, Captured]:
+    """The model as blocks, read from the cache where it was captured before. lora: with adapters, which alone are
+    trained."""
     import torch
 
     from phalanx import tasks
+    from phalanx.model import lora as adapters
     from phalanx.model.capture import capture
     from phalanx.model.zoo.zoo import resolve
 
     spec = resolve(model, task=task, tiny=tiny)
-    return spec, capture(spec, tasks.get(spec.task).inputs(spec.config), dtype=getattr(torch, dtype))
+    if lora is not None:
+        spec = replace(spec, lora=adapters.Lora.read(lora))
+    captured = capture(spec, tasks.get(spec.task).inputs(spec.config), dtype=getattr(torch, dtype))
+    if lora is not None:
+        captured = replace(captured, trainable=tuple(filter(adapters.is_adapter, captured.trainable)))
+    return spec, captured
 
 
-def describer(facts: ModelFacts, model: str, task: str | None, tiny: bool) -> Callable[[Plan], SplitFacts]:
+def describer(
+    facts: ModelFacts, model: str, task: str | None, tiny: bool, lora: str | None = None
+) -> Callable[[Plan], SplitFacts]:
     """Reads from the model's graph what is not shipped about it under a plan."""
 
     def describe(plan: Plan) -> SplitFacts:
         from phalanx.engine.describe import describe
 
         with patiently(f"reading and describing the graph of {facts.name}"):
-            return describe(capture_model(model, task, facts.dtype, tiny)[1], plan, facts.dtype)
+            return describe(capture_model(model, task, facts.dtype, tiny, lora)[1], plan, facts.dtype)
 
     return describe
 

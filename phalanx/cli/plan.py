@@ -8,7 +8,7 @@ known devices. What programs reach of these can be fitted to runs (`phalanx cali
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -16,13 +16,16 @@ import typer
 
 from phalanx.cli.models import (
     DTYPES,
+    OPTIMIZER,
     TOKENS,
+    Lora,
     MasterWeights,
-    capture_model,
+    Optimizer,
+    OptimizerOptions,
     choose_dims,
+    describer,
     find_facts,
-    patiently,
-    require_precision,
+    read_update,
 )
 from phalanx.cli.plan_data import OnBroken, TextKey, read_data, require_data
 from phalanx.errors import ConfigError, PhalanxError, nearest
@@ -35,10 +38,11 @@ if TYPE_CHECKING:
     from phalanx.planning.cost import Software
     from phalanx.planning.data_use import DataUse
     from phalanx.planning.estimate import Estimate
+    from phalanx.planning.explain import Help
     from phalanx.planning.rates import Rates
     from phalanx.planning.search import Found
     from phalanx.planning.work import ModelWork
-    from phalanx.predict.split_facts import SplitFacts
+    from phalanx.predict.update import Update
     from phalanx.profile.store import Row
 
 SAMPLES_PER_DEVICE = 8
@@ -103,10 +107,16 @@ def plan(
         list[str] | None,
         typer.Option(metavar="P1 [P2 …]", help="plans to lay beside the best one (repeatable)", show_default=False),
     ] = None,
+    objective: Annotated[
+        str, typer.Option(metavar="time|cost", help="what is least: a step's time, or its cost by the cluster's prices")
+    ] = "time",
     more: Annotated[list[str] | None, typer.Argument(hidden=True, show_default=False)] = None,
     task: Task = None,
+    lora: Lora = None,
     dtype: Dtype = DTYPES[0],
     master_weights: MasterWeights = True,
+    optimizer: Optimizer = OPTIMIZER,
+    optimizer_options: OptimizerOptions = None,
     tiny: Tiny = False,
     calibration: Calibration = None,
     profile: Profile = None,
@@ -131,12 +141,13 @@ def plan(
             f"plan {' '.join(more)!r} stands by itself", "give it to --plan as one word or in quotes, or to --compare"
         )
     between = read_range(batch_size)
-    case = _case(model, cluster, between and between.last, seq_len, data, task, dtype, tiny, calibration, profile,
-                 master_weights, {"text_key": text_key, "on_broken": on_broken})  # fmt: skip
-    case.fixed = _fixed(given)
+    update = read_update(dtype, master_weights, optimizer, optimizer_options)
+    case = _case(model, cluster, between and between.last, seq_len, data, task, lora, dtype, tiny, calibration, profile,
+                 update, {"text_key": text_key, "on_broken": on_broken})  # fmt: skip
+    case.fixed, case.objective = _fixed(given), objective
     best, case.looked = best_batch(
         between or Range(case.batch, case.batch), case.data,
-        lambda batch: search(case.work, case.cluster, case.software, batch, case.fixed),
+        lambda batch: search(case.work, case.cluster, case.software, batch, case.fixed, objective=objective), objective,
     )  # fmt: skip
     case.batch, found = best.batch, best.found
     beside = [_estimate(case, text) for text in (*(compare or ()), *(more or ()))]
@@ -145,7 +156,7 @@ def plan(
     if html is not None:
         _write_page(html, case, found, beside, quiet=as_json or export is not None)
     if export is not None:
-        _export(case, export, found.plans[0].plan)
+        _export(case, export, found.plans[0])
     elif as_json:
         typer.echo(json.dumps(plan_report.as_data(case, found, beside), indent=2, ensure_ascii=False))
     else:
@@ -164,8 +175,11 @@ def estimate(
     text_key: TextKey = None,
     on_broken: OnBroken = None,
     task: Task = None,
+    lora: Lora = None,
     dtype: Dtype = DTYPES[0],
     master_weights: MasterWeights = True,
+    optimizer: Optimizer = OPTIMIZER,
+    optimizer_options: OptimizerOptions = None,
     tiny: Tiny = False,
     calibration: Calibration = None,
     profile: Profile = None,
@@ -174,7 +188,8 @@ def estimate(
     """Show what a plan takes on a cluster: where a step's time goes, and the memory of every stage."""
     from phalanx.cli import plan_report
 
-    case = _case(model, cluster, batch_size, seq_len, data, task, dtype, tiny, calibration, profile, master_weights,
+    update = read_update(dtype, master_weights, optimizer, optimizer_options)
+    case = _case(model, cluster, batch_size, seq_len, data, task, lora, dtype, tiny, calibration, profile, update,
                  {"text_key": text_key, "on_broken": on_broken})  # fmt: skip
     own = _estimate(case, given)
     if as_json:
@@ -188,79 +203,86 @@ class Case:
     among which it was chosen."""
 
     def __init__(
-        self, work: ModelWork, cluster: Cluster, software: Software, batch: int, data: DataUse | None = None
-    ) -> None:
+        self, work: ModelWork, cluster: Cluster, software: Software, batch: int, data: DataUse | None = None,
+        is_calibrated: bool = False,
+    ) -> None:  # fmt: skip
         self.work, self.cluster, self.software, self.batch, self.data = work, cluster, software, batch, data
+        self.is_calibrated = is_calibrated
         self.fixed: dict[str, Any] = {}  # fields of a plan that are given
+        self.objective = "time"
+        self.helps: list[Help] | None = None  # changes of the cluster, once they are looked at
         self.looked: list[Looked] = []
 
 
 def _case(
     model: str, cluster: str, batch_size: int | None, seq_len: int | None, data: list[str] | None, task: str | None,
-    dtype: str, tiny: bool, calibration: Path | None, profile: Path | None, master_weights: bool,
+    lora: str | None, dtype: str, tiny: bool, calibration: Path | None, profile: Path | None, update: Update,
     reading: Mapping[str, Any],
 ) -> Case:  # fmt: skip
     """reading: options that say how data is read."""
+    from phalanx.planning.precision import in_precision
     from phalanx.planning.rates import on_cluster
     from phalanx.predict.work_of_facts import work_of_facts
 
-    require_precision(dtype, master_weights)
-    machines = _cluster(cluster)
+    machines = in_precision(_cluster(cluster), dtype)
     require_data(data, reading)
     used = read_data(data, seq_len, {"model": model, "task": task, **reading}) if data else None
     seq_len = used.tokens if used is not None else seq_len
-    facts = find_facts(model, task, dtype, tiny, live=False)
+    facts = find_facts(model, task, dtype, tiny, live=False, lora=lora)
     batch = batch_size or SAMPLES_PER_DEVICE * machines.world
     if batch_size is None and used is not None and used.samples is not None:
         batch = min(batch, used.samples)
 
-    def describe(chosen: Plan) -> SplitFacts:
-        from phalanx.engine.describe import describe
-
-        with patiently(f"reading and describing the graph of {facts.name}"):
-            return describe(capture_model(model, task, facts.dtype, tiny)[1], chosen, facts.dtype)
-
+    describe = describer(facts, model, task, tiny, lora)
     from phalanx.model.facts.facts import load
 
-    is_shipped = load(facts.name) == facts
-    work = work_of_facts(facts, choose_dims(facts, 1, seq_len), None if is_shipped else describe, master_weights)
+    is_shipped = load(facts.name, facts.dtype) == facts
+    work = work_of_facts(facts, choose_dims(facts, 1, seq_len), None if is_shipped else describe, update)
     software = _software(calibration, machines)
     if (found := _profile_of(profile, machines, dtype)) is not None:
         path, rows, rates = found
         machines, software = on_cluster(machines, software, rates)
-        work = _timed(path, rows, work, machines, dtype)
-    return Case(work, machines, software, batch, used)
+        if not lora:  # measured as all of it is trained
+            work = _timed(path, rows, work, machines, dtype)
+    return Case(work, machines, software, batch, used, is_calibrated=calibration is not None)
 
 
 def _timed(path: Path, every: list[Row], work: ModelWork, cluster: Cluster, dtype: str) -> ModelWork:
     """With the seconds of its blocks, where a profile has them of this model and length on the cluster's device."""
     from phalanx.planning.rates import is_of
     from phalanx.predict.from_profile import block_times
-    from phalanx.profile.store import matching
+    from phalanx.profile.store import matching, of_newest_graphs
 
     wanted = cluster.nodes[0].device
     rows = matching(every, model=work.name, dtype=dtype, tokens=work.tokens)
     own = [row for row in rows if is_of(str(row.key.get("device")), wanted)]
     # Of measurements beside several numbers of other ranks, those of as many as the cluster's nodes have devices.
     counts = {ranks for row in own if isinstance(ranks := row.key.get("ranks"), int)}
-    nearest_count = min(counts, key=lambda ranks: (abs(ranks - cluster.per_node), ranks), default=0)
-    times = block_times([(r.kind, r.key, r.value) for r in own if r.key.get("ranks") == nearest_count])
+    nearest_count = _nearest(counts, cluster.per_node)
+    found = of_newest_graphs([row for row in own if row.key.get("ranks") == nearest_count])
+    times = block_times([(row.kind, row.key, row.value) for row in found])
     if times:
         typer.echo(f"blocks as measured ({path}): {', '.join(times)}", err=True)
     return work.timed(times)
 
 
+def _nearest(counts: Iterable[int], wanted: int) -> int:
+    return min(counts, key=lambda ranks: (abs(ranks - wanted), ranks), default=0)
+
+
 def _profile_of(given: Path | None, cluster: Cluster, dtype: str) -> tuple[Path, list[Row], Rates] | None:
     """Rows of a file that is given, which must be about the cluster's devices, or of what was measured here, where it
-    is about them."""
-    from phalanx.profile.store import profiles_path, read_profile, rows_here
+    is about them: those of one version of torch, here of the one that is here."""
+    from phalanx.profile.store import matching, of_one_version, profiles_path, read_profile, rows_here, torch_version
 
     if given is not None and str(given) == "none":
         return None
     if given is not None:
-        rows = read_profile(given)
+        rows, version = of_one_version(read_profile(given))
+        if rows and version != torch_version():
+            typer.echo(f"rates as measured with torch {version} ({given})", err=True)
         return given, rows, _given_rates(given, rows, cluster, dtype)
-    path, rows = profiles_path(), rows_here()
+    path, rows = profiles_path(), list(matching(rows_here(), torch=torch_version()))
     rates = _rates(rows, cluster, dtype)
     if rates is None:
         return None
@@ -269,18 +291,23 @@ def _profile_of(given: Path | None, cluster: Cluster, dtype: str) -> tuple[Path,
 
 
 def _rates(rows: list[Row], cluster: Cluster, dtype: str) -> Rates | None:
-    """Of the cluster's devices, beside as many ranks as were measured; None where they are of several kinds."""
-    from phalanx.planning.rates import is_of
-    from phalanx.profile.store import rates_from
+    """Of the cluster's devices, beside as many ranks as its nodes have, or the nearest number that was measured, each
+    on a device of its own; None where they are of several kinds. What runs measured in passing does not count."""
+    from phalanx.planning.rates import Spread, is_of
+    from phalanx.profile.store import far_from, matching, rates_from, spread_of
 
     if len({kind.device.name for kind in cluster.nodes}) > 1:
         return None
-    wanted = cluster.nodes[0].device
-    own = {(str(row.key.get("device")), row.key.get("ranks")) for row in rows if row.key.get("dtype") == dtype}
-    fitting = [(device, ranks) for device, ranks in own if isinstance(ranks, int) and is_of(device, wanted)]
-    most_first = sorted(fitting, key=lambda key: -key[1])
-    every = (rates_from(rows, device, dtype, ranks) for device, ranks in most_first)
-    return next((rates for rates in every if rates is not None), None)
+    wanted, careful = cluster.nodes[0].device, list(matching(rows, by="profile"))
+    own = {(str(row.key.get("device")), spread_of(row)) for row in matching(careful, dtype=dtype, nodes=1)}
+    fitting = [(name, spread) for name, spread in own if spread and is_of(name, wanted)]
+    whole = [(name, spread.ranks) for name, spread in fitting if spread.ranks == spread.devices]
+    found: dict[int, Rates] = {}
+    for name, ranks in sorted(whole):
+        far = far_from(careful, name, Spread(ranks, ranks, cluster.num_nodes), "")
+        if (rates := rates_from(careful, name, dtype, Spread(ranks, ranks), far)) is not None:
+            found[ranks] = rates
+    return found.get(_nearest(found, cluster.per_node))
 
 
 def _given_rates(path: Path, rows: list[Row], cluster: Cluster, dtype: str) -> Rates:
@@ -355,12 +382,12 @@ def _require_framework(name: str) -> None:
         raise ConfigError(message, nearest(name, FRAMEWORKS))
 
 
-def _export(case: Case, framework: str, plan: Plan) -> None:
+def _export(case: Case, framework: str, best: Estimate) -> None:
     """The text to stdout, what it lacks to stderr."""
     from phalanx.planning.export import Job, export
 
-    work, cluster = case.work, case.cluster
-    job = Job(plan, case.batch, work.tokens, len(work.layers), cluster.num_nodes, cluster.per_node)
+    work, cluster = case.work, best.cluster
+    job = Job(best.plan, case.batch, work.tokens, len(work.layers), cluster.num_nodes, cluster.per_node)
     exported = export(framework, job)
     typer.echo(exported.text)
     for lost in exported.cannot:
@@ -370,12 +397,11 @@ def _export(case: Case, framework: str, plan: Plan) -> None:
 def _write_page(path: Path, case: Case, found: Found, beside: list[Estimate], quiet: bool) -> None:
     from phalanx.cli.plan_report import as_data
     from phalanx.observe.plan_page import plan_page
-    from phalanx.predict.sketch import shown_plan, sketch
+    from phalanx.predict.sketch import shown_words, sketch
 
     best = found.plans[0]
-    timeline = sketch(case.work, best, case.cluster, case.software)
-    shown = shown_plan(best.plan).mb, best.plan.mb
-    _write_text("html", path, plan_page(as_data(case, found, beside), timeline, shown))
+    timeline = sketch(case.work, best, case.software)
+    _write_text("html", path, plan_page(as_data(case, found, beside), timeline, shown_words(best.plan)))
     if not quiet:
         typer.echo(f"page written to {path}")
 

@@ -137,7 +137,7 @@ def look_at(
 
 
 class Looked(NamedTuple):
-    """A batch with its best plan: tokens of data that it gets through in a second."""
+    """A batch with its best plan. rate: tokens of data that it gets through in a second, or for a dollar."""
 
     batch: int
     rate: float
@@ -145,9 +145,9 @@ class Looked(NamedTuple):
 
 
 def best_batch(
-    between: Range, data: DataUse | None, search: Callable[[int], Found]
+    between: Range, data: DataUse | None, search: Callable[[int], Found], objective: str = "time"
 ) -> tuple[Looked, list[Looked]]:  # fmt: skip
-    """The one that is fastest, and all that were looked at. A PlanError where no plan is for any of them."""
+    """The one that is fastest, or cheapest, and all that were looked at. A PlanError where there is no plan for any."""
     from phalanx.planning.data_use import batches_between, useful_share
 
     looked: list[Looked] = []
@@ -158,7 +158,9 @@ def best_batch(
         except PlanError as error:
             refused = error
             continue
-        looked.append(Looked(batch, useful_share(data, batch) * found.plans[0].tokens_per_second, found))
+        first = found.plans[0]
+        rate = first.tokens / first.dollars if objective == "cost" else first.tokens_per_second
+        looked.append(Looked(batch, useful_share(data, batch) * rate, found))
     if not looked:
         assert refused is not None
         raise refused

@@ -18,13 +18,18 @@ if TYPE_CHECKING:
     from phalanx.cli.plan import Case
     from phalanx.planning.data_use import DataUse
     from phalanx.planning.estimate import Estimate
+    from phalanx.planning.explain import Help
     from phalanx.planning.search import Found
-
-_HELPS = 1.03  # times faster: less is not worth a word
 
 
 def print_answer(case: Case, found: Found, beside: Sequence[Estimate]) -> None:
-    from phalanx.planning.explain import pipeline_or_tensor, slice_sentence, what_helps, what_limits, why_lost
+    from phalanx.planning.explain import (
+        pipeline_or_tensor,
+        slice_sentence,
+        what_is_left_out,
+        what_limits,
+        why_lost,
+    )
 
     best, console = found.plans[0], _console()
     _say(console, _title(case))
@@ -33,11 +38,12 @@ def print_answer(case: Case, found: Found, beside: Sequence[Estimate]) -> None:
     _say(console, f"\nthe best: {best.plan.shown}")
     if best.plan.pp > 1:
         _say(console, f"stages: {'-'.join(map(str, best.plan.stages))} blocks")
+    if out := what_is_left_out(case.cluster, found, case.objective):
+        _say(console, out)
     for other in (*found.plans[1:], *beside):
-        _say(console, f"  {other.plan.shown}\n      {why_lost(best, other)}")
+        _say(console, f"  {other.plan.shown}{_on(case, other)}\n      {why_lost(best, other, case.objective)}")
     _say(console, f"\nlimits: {what_limits(best)}")
-    helps = what_helps(case.work, case.cluster, case.software, best, case.fixed)
-    useful = [f"{help.what}: {help.speedup:.2f}×" for help in helps if help.speedup >= _HELPS]
+    useful = [f"{help.what}: {help.speedup:.2f}×" for help in _helps(case, found)]
     _say(console, f"would help: {'; '.join(useful) or 'nothing of nodes, memory, network and links, for this batch'}")
     _say(console, f"pipeline or tensor: {pipeline_or_tensor(case.work, case.cluster, case.software, best)}")
     if case.work.causal:
@@ -45,16 +51,24 @@ def print_answer(case: Case, found: Found, beside: Sequence[Estimate]) -> None:
     _say(console, f"\n{found.tried} of {found.known} candidates worked out; rates are {_rates(case)}")
 
 
+def _helps(case: Case, found: Found) -> list[Help]:
+    from phalanx.planning.explain import what_helps
+
+    if case.helps is None:
+        case.helps = what_helps(case.work, case.cluster, case.software, found, case.fixed, case.objective)
+    return case.helps
+
+
 def _say_batches(console: Console, case: Case) -> None:
     """What data and batch sizes make of it, where these were asked for."""
     if case.data is not None:
         _say(console, f"\n{data_sentence(case)}")
     if len(case.looked) > 1:
-        best = max(own.rate for own in case.looked)
+        best, word = max(own.rate for own in case.looked), {"cost": "cheapest"}.get(case.objective, "fastest")
         rows = ", ".join(f"{own.batch}: {own.rate / best - 1:+.1%}" for own in case.looked if own.batch != case.batch)
         _say(
             console,
-            f"batch: {case.batch} samples, of those looked at the fastest through the data; others {rows} (what a "
+            f"batch: {case.batch} samples, of those looked at the {word} through the data; others {rows} (what a "
             "batch's size does to the loss is not weighed)",
         )
 
@@ -102,19 +116,28 @@ def shown_data(case: Case, own: Estimate) -> dict[str, Any]:
 
 def as_data(case: Case, found: Found, beside: Sequence[Estimate]) -> dict[str, Any]:
     """Everything that is shown, for programs."""
-    from phalanx.planning.explain import pipeline_or_tensor, slice_sentence, what_helps, what_limits, why_lost
+    from phalanx.planning.explain import (
+        pipeline_or_tensor,
+        slice_sentence,
+        what_is_left_out,
+        what_limits,
+        why_lost,
+    )
 
-    best = found.plans[0]
-    helps = what_helps(case.work, case.cluster, case.software, best, case.fixed)
+    best, objective = found.plans[0], case.objective
+    lost = [why_lost(best, own, objective) if own is not best else "" for own in (*found.plans, *beside)]
+    shown = [_shown(case, own) | {"lost": why} for own, why in zip((*found.plans, *beside), lost, strict=True)]
     return {
         "model": case.work.name,
         "cluster": str(case.cluster),
         "batch_size": case.batch,
         "seq_len": case.work.tokens,
-        "plans": [_shown(case, own) | {"lost": why_lost(best, own) if own is not best else ""} for own in found.plans],
-        "compared": [_shown(case, own) | {"lost": why_lost(best, own)} for own in beside],
+        "objective": objective,
+        "plans": shown[: len(found.plans)],
+        "compared": shown[len(found.plans) :],
+        "left_out": what_is_left_out(case.cluster, found, objective),
         "limits": what_limits(best),
-        "helps": [{"what": help.what, "speedup": help.speedup} for help in helps],
+        "helps": [help._asdict() for help in _helps(case, found)],
         "pipeline_or_tensor": pipeline_or_tensor(case.work, case.cluster, case.software, best),
         "slices": slice_sentence(case.cluster, case.software) if case.work.causal else "",
         "num_parameters": case.work.num_parameters,
@@ -136,9 +159,9 @@ def _data_of_batches(case: Case) -> dict[str, Any]:
         useful = data.useful(case.batch)
         found["data"] = asdict(data) | {"steps": data.steps(case.batch), "useful": useful, "says": data_sentence(case)}
     if len(case.looked) > 1:
+        rate = f"useful_tokens_per_{'dollar' if case.objective == 'cost' else 'second'}"
         found["batches"] = [
-            {"batch_size": own.batch, "useful_tokens_per_second": own.rate, "plan": own.found.plans[0].plan.full_text}
-            for own in case.looked
+            {"batch_size": own.batch, rate: own.rate, "plan": own.found.plans[0].plan.full_text} for own in case.looked
         ]
     return found
 
@@ -147,6 +170,7 @@ def estimate_data(own: Estimate) -> dict[str, Any]:
     return {
         "plan": own.plan.full_text,
         "short": _short(own),
+        "on": on_text(own),
         "step_seconds": own.step_seconds,
         "tokens_per_second": own.tokens_per_second,
         "mfu": own.mfu,
@@ -167,14 +191,26 @@ def _title(case: Case) -> str:
     return f"{case.work.name} ({size} parameters) on {case.cluster}, {case.batch} samples of {case.work.tokens} tokens"
 
 
-def _rates(case: Case) -> str:
-    from phalanx.planning.cost import Software
+_MEASURED = {"flops": "products", "bandwidth": "memory", "host": "the host", "link": "links", "network": "the network"}
 
-    if case.software != Software():
-        return "calibrated"
+
+def _rates(case: Case) -> str:
+    """Where the seconds come from."""
     kinds = {kind.device.name: kind.device for kind in case.cluster.nodes}
+    shares = "calibrated shares" if case.is_calibrated else "assumed shares (`phalanx calibrate` fits them)"
+    source = next((own.flops.source for own in kinds.values() if own.flops.known == "measured"), None)
+    if source is not None:
+        measured = [
+            what
+            for name, what in _MEASURED.items()
+            if any(getattr(own, name).source == source for own in kinds.values())
+        ]
+        rest = f"what was not measured is as published or given, times {shares}"
+        return f"{source}: {', '.join(measured)} of {', '.join(kinds)}; {rest}"
+    if case.is_calibrated:
+        return "calibrated"
     known = sorted({figure.known for device in kinds.values() for figure in device.figures.values()})
-    return f"{' and '.join(known)} figures of {', '.join(kinds)} times assumed shares (`phalanx calibrate` fits them)"
+    return f"{' and '.join(known)} figures of {', '.join(kinds)} times {shares}"
 
 
 def _plan_table(plans: Sequence[Estimate], best: Estimate, data: DataUse | None = None) -> Table:
@@ -189,7 +225,8 @@ def _plan_table(plans: Sequence[Estimate], best: Estimate, data: DataUse | None 
         "memory",
         *(["$/Mtoken"] if priced else []),
     ]
-    table = _table(("", "plan"), titles)
+    is_part = any(own.cluster != best.cluster for own in plans)
+    table = _table(("", "plan", *(["on"] if is_part else [])), titles)
     for number, own in enumerate(plans):
         full = f"{bytes_text(own.peak_bytes)} of {bytes_text(own.budget[own.fullest])}"
         full += f", host {_hosted(own)}" if own.lacks_on_host > 0 else ""
@@ -198,8 +235,18 @@ def _plan_table(plans: Sequence[Estimate], best: Estimate, data: DataUse | None 
         cells += [f"{own.mfu:.1%}", seconds_text(own.step_seconds)]
         cells += [f"{own.bubble:.1%}", f"{own.exposed:.1%}", full if own.fits else f"{full}: too much"]
         cells += [f"{own.dollars_per_million_tokens:.3f}"] if priced else []
-        table.add_row("best" if own is best and len(plans) > 1 else str(number + 1), _short(own), *cells)
+        on = [on_text(own)] if is_part else []
+        table.add_row("best" if own is best and len(plans) > 1 else str(number + 1), _short(own), *on, *cells)
     return table
+
+
+def on_text(own: Estimate) -> str:
+    """The devices that a plan is for."""
+    return " + ".join(map(str, own.cluster.nodes))
+
+
+def _on(case: Case, own: Estimate) -> str:
+    return f" on {on_text(own)}" if own.cluster != case.cluster else ""
 
 
 def _hosted(own: Estimate) -> str:

@@ -15,7 +15,8 @@ from phalanx.errors import ConfigError, nearest
 if TYPE_CHECKING:
     import torch
 
-    from phalanx.planning.rates import Rates
+    from phalanx.launch.context import RankContext
+    from phalanx.planning.rates import Rates, Talk
     from phalanx.profile.data import DataProfile
     from phalanx.profile.model import Outcome, Subject
     from phalanx.profile.store import Row, Store
@@ -66,7 +67,8 @@ def profile(
         typer.Option(help="write what is known of this device and of data, or of this data, to this .json file"),
     ] = None,
 ) -> None:
-    """Measure this machine's devices and a model's blocks for planning, or look at data."""
+    """Measure devices and a model's blocks for planning, or look at data. Devices are this machine's, or those of all
+    ranks that torchrun, srun or mpirun started."""
     of_blocks = {"tiny": tiny or None, "degrees": degrees, "samples": samples, "seconds": seconds}
     reading = {"text_key": text_key, "on_broken": on_broken}
     if data:
@@ -76,6 +78,7 @@ def profile(
     require_data(data, reading)
     if model is None:
         _refuse({**of_blocks, "task": task, "seq_len": seq_len}, "no model is named", "name it (--model NAME), or ")
+    _require_own_ranks(ranks, model, take)
     asked = [(a, b) for a in _numbers("degrees", degrees or "1") for b in _numbers("samples", samples or "1,2,4")]
     for name, value, allowed in (("device", device, DEVICES), ("dtype", dtype, DTYPES)):
         if value is not None and value not in allowed:
@@ -85,6 +88,9 @@ def profile(
     store = Store(profiles_path(), lambda text: typer.echo(text, err=True))
     if take is not None:
         _take(store, take, device)
+        return
+    if _under_launcher():
+        _measure_joined(store, device, dtype, fresh, out)
         return
     _measure(store, device, dtype, ranks, fresh)
     if model is not None:
@@ -121,20 +127,64 @@ def _here(device: str, dtype: str | None, ranks: int | None) -> tuple[torch.devi
     return here, dtype or ("bfloat16" if here.type == "cuda" else "float32"), number
 
 
+def _under_launcher() -> bool:
+    """Whether this is one of several processes."""
+    import os
+
+    from phalanx.launch.join import find_place
+
+    place = find_place(os.environ)
+    return place is not None and place.world > 1
+
+
+def _require_own_ranks(ranks: int | None, model: str | None, take: Path | None) -> None:
+    """Processes that a launcher started measure together, and nothing but devices."""
+    given = {"ranks": ranks, "model": model, "import": take}
+    for name, value in given.items():
+        if value is not None and _under_launcher():
+            message = f"option {name} = '{value}' is for one process, and a launcher (torchrun, srun, mpirun) has " \
+                      "started several, which measure devices together"  # fmt: skip
+            raise ConfigError(message, f"leave --{name} out, or run it by itself: sbatch --ntasks=1, or no launcher")
+
+
+def _measure_joined(store: Store, device: str, dtype: str | None, fresh: bool, out: Path | None) -> None:
+    """As one rank of a job; the first one keeps, prints and writes what all have measured."""
+    from phalanx.config import cache_folder
+    from phalanx.launch.join import join, run_joined
+
+    context = join(device, folder=cache_folder())
+    assert context is not None
+    precision = dtype or ("float32" if context.device == "cpu" else "bfloat16")
+    run_joined(context, _measure_on_rank, store, precision, fresh)
+    if context.rank == 0 and out is not None:
+        _export(store, device, out)
+
+
+def _measure_on_rank(context: RankContext, store: Store, dtype: str, fresh: bool) -> None:
+    from rich.progress import Progress
+
+    from phalanx.profile.hardware import measure_joined
+
+    with Progress(transient=True, disable=context.rank > 0) as shown:
+        bar = shown.add_task(f"measuring {context.world} ranks", total=None)
+        rates = measure_joined(
+            context, store if context.rank == 0 else None, dtype,
+            on_progress=lambda done, of: shown.update(bar, completed=done, total=of), fresh=fresh,
+        )  # fmt: skip
+    if rates is not None:
+        _print_rates(rates)
+
+
 def _measure(store: Store, device: str, dtype: str | None, ranks: int | None, fresh: bool) -> None:
+    from rich.progress import Progress
+
     from phalanx.profile import hardware
 
     here, precision, number = _here(device, dtype, ranks)
-    name = hardware.device_name(here)
-    if fresh:
-        for question in hardware.questions(here.type, number):
-            store.forget(question.kind, hardware.key_of(question, name, precision, number))
-    from rich.progress import Progress
-
     with Progress(transient=True) as shown:
-        bar = shown.add_task(f"measuring {name}", total=None)
+        bar = shown.add_task(f"measuring {hardware.device_name(here)}", total=None)
         rates = hardware.measure(
-            store, device, precision, number, lambda done, of: shown.update(bar, completed=done, total=of)
+            store, device, precision, number, lambda done, of: shown.update(bar, completed=done, total=of), fresh
         )
     _print_rates(rates)
 
@@ -221,27 +271,36 @@ def _take(store: Store, path: Path, device: str) -> None:
 
 
 def _print_rates(rates: Rates) -> None:
-    from phalanx.observe.format import bytes_text, number_text
+    from phalanx.observe.format import number_text
     from phalanx.planning.rates import saturation
 
     peak, small = saturation(rates.products)
-    typer.echo(f"{rates.device}, {rates.ranks} rank{'s' * (rates.ranks > 1)}, {rates.source}")
+    typer.echo(f"{rates.device}, {rates.near.among}, {rates.source}")
     shown = ", ".join(f"{side:.0f}: {number_text(rate, 'FLOP/s')}" for side, rate in rates.products)
     typer.echo(f"products in {rates.dtype}, by the side of matrices: {shown}")
     typer.echo(f"  as planned with: {number_text(peak, 'FLOP/s')}, of which {small:.0f} rows reach half")
     typer.echo(f"memory: {number_text(rates.bandwidth, 'B/s')}")
     if rates.host is not None:
         typer.echo(f"to the host: {number_text(rates.host, 'B/s')}")
-    for name, points in rates.collectives.items():
+    for talk in filter(None, (rates.near, rates.far)):
+        _print_talk(talk)
+
+
+def _print_talk(talk: Talk) -> None:
+    from phalanx.observe.format import bytes_text
+
+    if talk.collectives or talk.speeds:
+        typer.echo(f"among {talk.among}:")
+    for name, points in talk.collectives.items():
         shown = ", ".join(f"{bytes_text(size)}: {_duration(seconds)}" for size, seconds in points)
-        typer.echo(f"{name}: {shown}")
-    beside = rates.speeds.get("computing", ())
+        typer.echo(f"  {name}: {shown}")
+    beside = talk.speeds.get("computing", ())
     if beside:
         shown = ", ".join(f"{count:.0f}: {speed:.0%}" for count, speed in beside)
-        typer.echo(f"speed of computation, by ranks that compute: {shown}")
-    below = [rates.speeds[name][-1][1] for name in ("computing beneath", "all_reduce beneath") if name in rates.speeds]
+        typer.echo(f"  speed of computation, by ranks that compute: {shown}")
+    below = [talk.speeds[name][-1][1] for name in ("computing beneath", "all_reduce beneath") if name in talk.speeds]
     if len(below) == 2:
-        typer.echo(f"beneath each other: computation at {below[0]:.0%}, all_reduce at {below[1]:.0%} of its speed")
+        typer.echo(f"  beneath each other: computation at {below[0]:.0%}, all_reduce at {below[1]:.0%} of its speed")
 
 
 def _duration(seconds: float) -> str:

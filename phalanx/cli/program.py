@@ -14,7 +14,19 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from phalanx.cli.models import DTYPES, TOKENS, MasterWeights, choose_dims, describer, find_facts, require_precision
+from phalanx.cli.models import (
+    DTYPES,
+    OPTIMIZER,
+    TOKENS,
+    Lora,
+    MasterWeights,
+    Optimizer,
+    OptimizerOptions,
+    choose_dims,
+    describer,
+    find_facts,
+    read_update,
+)
 from phalanx.errors import ConfigError, PlanError
 from phalanx.written import parse_bytes, plan_text
 
@@ -43,8 +55,11 @@ def program(
         int | None, typer.Option(min=1, help=f"tokens per sample (default: {TOKENS}, or as many as the model takes)")
     ] = None,
     task: Annotated[str | None, typer.Option(help="what the model learns (default: from the model)")] = None,
+    lora: Lora = None,
     dtype: Annotated[str, typer.Option(metavar="|".join(DTYPES), help="precision of training")] = DTYPES[0],
     master_weights: MasterWeights = True,
+    optimizer: Optimizer = OPTIMIZER,
+    optimizer_options: OptimizerOptions = None,
     tiny: Annotated[bool, typer.Option("--tiny", help="shrink the model to test size")] = False,
     device_flops: Annotated[
         float | None, typer.Option(help="FLOP/s that a device is assumed to reach (default: 1e14)")
@@ -68,16 +83,16 @@ def program(
     measured: Annotated[Path | None, typer.Option(help="lay the timeline that a run wrote beside it")] = None,
 ) -> None:
     """Show what a plan makes every rank do: stages, instructions over time, bubble and memory."""
-    require_precision(dtype, master_weights)
+    update = read_update(dtype, master_weights, optimizer, optimizer_options)
     if memory is not None:
         parse_bytes("memory", memory)
     from phalanx.predict.predict import predict
 
     device = _device(device_flops, link_bytes, host_bytes)
-    facts = find_facts(model, task, dtype, tiny, live=False)
+    facts = find_facts(model, task, dtype, tiny, live=False, lora=lora)
 
-    dims, describe = choose_dims(facts, batch_size, seq_len), describer(facts, model, task, tiny)
-    predicted = partial(predict, facts, dims=dims, device=device, describe=describe, master_weights=master_weights)
+    dims, describe = choose_dims(facts, batch_size, seq_len), describer(facts, model, task, tiny, lora)
+    predicted = partial(predict, facts, dims=dims, device=device, describe=describe, update=update)
     prediction = predicted(plan_text(plan), ranks, batch_size)
     if lowered or values:
         typer.echo("\n".join(_values(prediction) if values else _lowered(prediction)))

@@ -14,7 +14,7 @@ import typer
 from pydantic.fields import FieldInfo
 
 from phalanx.config import RunConfig
-from phalanx.errors import ConfigError
+from phalanx.written import named_values
 
 FLAGS = {"json_output": "--json"}  # where the option's name is not the field's: `json` would hide the module
 
@@ -107,8 +107,4 @@ def _read(name: str, value: Any) -> Any:
     """Options that are a mapping are given as NAME=VALUE; all others are what RunConfig expects already."""
     if get_origin(RunConfig.model_fields[name].annotation) is not dict:
         return value
-    for item in value:
-        if "=" not in item:
-            flag = "--" + name.replace("_", "-")
-            raise ConfigError(f"{flag} {item!r} is not of the form NAME=VALUE", f"write e.g. {flag} momentum=0.9")
-    return dict(item.split("=", 1) for item in value)
+    return named_values(name, value)

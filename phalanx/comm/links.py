@@ -7,15 +7,16 @@ no tags and no headers, so both sides must know the shapes.
 
 from __future__ import annotations
 
-import ctypes
 import threading
 import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
+from itertools import count
 from types import TracebackType
 from typing import Any, Literal
 
@@ -24,6 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from phalanx.comm import nccl
+from phalanx.comm.abandoned import keep_for_ever, keep_until_over, let_go_of_ended
 from phalanx.comm.pending import (
     NEVER,
     Deadline,
@@ -37,14 +39,14 @@ from phalanx.comm.pending import (
     shut,
 )
 from phalanx.errors import LinkError
-from phalanx.launch.abort import Late, background_thread, within
+from phalanx.launch.abort import Late, within
 from phalanx.launch.context import RankContext
+from phalanx.launch.store import JobStore
 
 Direction = Literal["f", "b", "m"]  # forward, gradients of activations, gradients for mirrors
 Flow = tuple[int, int, Direction]  # sender, receiver, direction
 
 
-_FAILING_SECONDS = 0.05  # for operations whose sockets were shut
 _FROM_THE_SENDER: Any = dist.BroadcastOptions()
 _FROM_THE_SENDER.rootRank, _FROM_THE_SENDER.rootTensor = 0, 0
 
@@ -66,6 +68,11 @@ def abort_all(context: RankContext) -> None:
         if links.context.abort is context.abort:
             links.abort()
     nccl.until_given_up()
+    let_go_of_ended()
+
+
+class OthersStopped(LinkError):
+    """Another rank could not make its part of links that all ranks were making: `Links.fail`."""
 
 
 class Links:
@@ -75,6 +82,7 @@ class Links:
     """
 
     def __init__(self, context: RankContext, *, timeout: float = 60.0, name: str = "") -> None:
+        let_go_of_ended()
         self._name = name
         self.context, self.device, self.timeout = context, torch.device(context.device), timedelta(seconds=timeout)
         self.traffic: dict[str, Traffic] = {}
@@ -84,6 +92,8 @@ class Links:
         self._pending: set[Pending] = set()
         self._sockets: Sockets = {}
         self._given_up: list[Any] = []  # communicators of NCCL
+        self._numbers = count(1)
+        self._asked: JobStore | None = None  # whether others failed; nobody waits there
         self._lock = threading.Lock()
         self.deadline = Deadline(timeout, self.let_go)
         context.abort.listen(self.let_go)
@@ -119,7 +129,7 @@ class Links:
     def drop_others(self, ends: Iterable[Group | Channel]) -> None:
         """Leaves all groups and channels but these; every rank leaves the same. Asked for again, one is made anew."""
         kept = {id(end) for end in ends}
-        left = [end for end in (*self._groups.values(), *self._channels.values()) if id(end) not in kept]
+        left = [end for end in self._ends() if id(end) not in kept]
         if self.device.type == "cuda":
             for end in left:
                 if end.backend is not None:
@@ -134,18 +144,36 @@ class Links:
         # Over a connection of its own: whoever waits in a store keeps others from asking it.
         context = replace(self.context, store=self.context.store.clone())
         found = Links(context, timeout=self.timeout.total_seconds(), name=f"{self._name}/{name}")
+        found._asked = self.context.store
         found._groups, found._channels = dict(self._groups), dict(self._channels)
         return found
 
+    def next_number(self) -> int:
+        """For the name of links beside these that all ranks make at once."""
+        return next(self._numbers)
+
     def take(self, other: Links) -> None:
         """Has from now on what links made `beside` these have."""
-        for end in (*other._groups.values(), *other._channels.values()):
+        for end in other._ends():
             end.links = self
         self._groups |= other._groups
         self._channels |= other._channels
         with self._lock:
             self._sockets |= other._sockets
         other.leave()
+
+    def fail(self) -> None:
+        """Of links made `beside` others: this rank cannot make its part of them, and nobody is to wait for it."""
+        if self._asked is not None and self.context.abort.reason is None:
+            with suppress(LinkError):
+                self._asked.set(self._failed, "yes")
+
+    @property
+    def _failed(self) -> str:
+        return f"generation{self.context.generation}/{self._name}/failed"
+
+    def _others_failed(self) -> bool:
+        return self._asked is not None and self._asked.check([self._failed])
 
     def leave(self) -> None:
         """Without closing what others use."""
@@ -174,15 +202,11 @@ class Links:
         self.context.abort.forget(self.let_go)
         self.deadline.close()
         self.let_go()
-        busy = {id(pending.backend) for pending in self._pending}
-        for backend in self._backends():
-            # Destroying a group waits for its unfinished operations, for ever: such a one is never destroyed, and its
-            # sockets and threads stay. The others go with whoever holds them.
-            if id(backend) in busy or self.device.type == "cuda":
-                ctypes.pythonapi.Py_IncRef(ctypes.py_object(backend))
-        for pending in self._pending:
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(pending))
-        background_thread(partial(_drop_later, [self._groups, self._channels]), "phalanx-drop").start()
+        own = [end for end in self._ends() if end.links is self and end.backend is not None]
+        if self.device.type == "cuda":
+            for end in own:
+                keep_for_ever(end.backend)
+        keep_until_over(list(self._pending), own if self.device.type == "cpu" else ())
         self._groups, self._channels = {}, {}
 
     def __enter__(self) -> Links:
@@ -232,12 +256,14 @@ class Links:
         def make() -> Any:
             if self.device.type == "cuda":
                 return nccl.connect(store, index, ranks, name, self.timeout, self.device, one_way)
-            return _make_gloo(store, index, len(ranks), self.context.address)
+            return _make_gloo(store, index, len(ranks), self.context.address, self.timeout)
 
         before, began, seconds = open_sockets(), time.monotonic(), self.timeout.total_seconds()
         try:
-            backend = within(seconds, make, unless=lambda: self.context.abort.reason is not None)
+            backend = within(seconds, make, unless=self._is_in_vain)
         except (Late, RuntimeError) as error:
+            if self.context.abort.reason is None and self._others_failed():
+                raise OthersStopped(f"{self.context.name} was told that others do not connect") from None
             late = time.monotonic() - began >= 0.95 * seconds  # the library's own deadline may come first
             reason = self.context.abort.reason or (f"no answer for {seconds:.0f} s" if late else cause(error))
             others = _named(rank for rank in ranks if rank != self.context.rank)
@@ -248,9 +274,15 @@ class Links:
             self.let_go()
         return backend
 
+    def _is_in_vain(self) -> bool:
+        """Whether a communicator that is being made will not come to be."""
+        return self.context.abort.reason is not None or self._others_failed()
+
     def _backends(self) -> list[Any]:
-        ends = [*self._groups.values(), *self._channels.values()]
-        return [end.backend for end in ends if end.backend is not None]
+        return [end.backend for end in self._ends() if end.backend is not None]
+
+    def _ends(self) -> list[Group | Channel]:
+        return [*self._groups.values(), *self._channels.values()]
 
     def let_go(self) -> None:
         """Make every wait of this rank end, and those of its peers too. Any thread may call it."""
@@ -315,11 +347,13 @@ class Group:
             return
         arrived, context, began = torch.cuda.Event(), self.links.context, time.monotonic()
         arrived.record()
+        context.slot.wait(True)
         while not arrived.query() and context.abort.reason is None:
             if (seconds := time.monotonic() - began) > self.links.timeout.total_seconds():
                 self.links.let_go()
                 raise late(context.name, seconds, what, self._partners)
             time.sleep(1e-5)
+        context.slot.wait(False)
         if context.abort.reason is not None:
             raise LinkError(f"{context.name} stopped waiting for {what}: {context.abort.reason}")
 
@@ -409,22 +443,21 @@ class Channel:
         return self.backend.broadcast([tensor.view(-1).view(torch.uint8)], _FROM_THE_SENDER)  # of any dtype
 
 
-def _drop_later(ends: list[dict[Any, Any]]) -> None:
-    """Lets go of groups and channels: operations that now fail still touch theirs for a moment."""
-    time.sleep(_FAILING_SECONDS)
-    ends.clear()
-
-
 def _named(ranks: Iterable[int]) -> str:
     numbers = [str(rank) for rank in ranks]
     return f"rank{'s' if len(numbers) > 1 else ''} {', '.join(numbers)}"
 
 
-def _make_gloo(store: Any, index: int, size: int, address: str) -> Any:
-    """A gloo communicator that listens on `address`."""
-    if not address:
-        return dist.ProcessGroupGloo(store, index, size, NEVER)
-    options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # torch's stubs name it otherwise
-    options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
-    options._timeout = NEVER
-    return dist.ProcessGroupGloo(store, index, size, options)
+def _make_gloo(store: Any, index: int, size: int, address: str, timeout: timedelta) -> Any:
+    """A gloo communicator that listens on `address`. Nobody may wait for it any more when one of its ranks is lost:
+    then it is given up after `timeout`."""
+    made: Any = None
+    if address:
+        options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # torch's stubs name it otherwise
+        options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
+        options._timeout = timeout
+        made = dist.ProcessGroupGloo(store, index, size, options)
+    else:  # only so does gloo look at GLOO_SOCKET_IFNAME
+        made = dist.ProcessGroupGloo(store, index, size, timeout)
+    made._set_default_timeout(NEVER)  # of operations
+    return made

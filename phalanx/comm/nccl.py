@@ -20,6 +20,7 @@ _ABORT_SECONDS = 2.0  # that NCCL has to give up what is under way
 _MOST_GROUPS = 8  # of calls, one in the other
 
 _giving_up: list[threading.Thread] = []
+_lock = threading.Lock()  # of `_giving_up`
 
 
 def connect(
@@ -51,19 +52,24 @@ def give_up(backends: Sequence[Any]) -> None:
             backend.abort()
 
     threads = [background_thread(partial(abort, backend), "phalanx-abort") for backend in backends]
+    with _lock:
+        _giving_up.extend(threads)
+        for thread in threads:
+            thread.start()
+
+
+def until_given_up(seconds: float = _ABORT_SECONDS) -> bool:
+    """Whether nothing of old communicators is left, after waiting for that at most so long. Ranks can meet before. But
+    what frees memory waits for all kernels, and what starts kernels waits for what frees: ranks that wait for each
+    other in several communicators, as in a step, would then wait for ever."""
+    deadline = time.monotonic() + seconds
+    with _lock:
+        threads = list(_giving_up)
     for thread in threads:
-        thread.start()
-        _giving_up.append(thread)
-
-
-def until_given_up() -> None:
-    """Returns once nothing of old communicators is left, or after a while. Ranks can meet before that. But what frees
-    memory waits for all kernels, and what starts kernels waits for what frees: ranks that each wait in several of them
-    for the others, as in a step, would then wait for ever."""
-    deadline = time.monotonic() + _ABORT_SECONDS
-    for thread in list(_giving_up):
         thread.join(max(0.0, deadline - time.monotonic()))
-    _giving_up[:] = [thread for thread in _giving_up if thread.is_alive()]
+    with _lock:
+        _giving_up[:] = [thread for thread in _giving_up if thread.is_alive()]
+        return not _giving_up
 
 
 def end_open_group(name: str = "libnccl.so.2") -> None:

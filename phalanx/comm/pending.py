@@ -82,7 +82,7 @@ class Pending:
         backend: Any = None,
     ) -> None:
         self._context, self._work, self._deadline, self.backend = context, work, deadline, backend
-        self._tensors, self._on_cuda = tensors, any(tensor.is_cuda for tensor in tensors)
+        self._tensors, self.on_cuda = tensors, any(tensor.is_cuda for tensor in tensors)
         self._subject, self._partners, self._finish, self._ended = subject, partners, finish, ended
 
     def wait(self, what: str = "") -> None:
@@ -92,7 +92,8 @@ class Pending:
             return
         began = time.monotonic()
         try:
-            if self._on_cuda:
+            self._context.slot.wait(True)
+            if self.on_cuda:
                 work.wait()  # orders streams, does not block; a timeout here would make the host wait
             else:
                 self._deadline.begin(self)
@@ -101,13 +102,12 @@ class Pending:
             raise self._explained(what, time.monotonic() - began, error) from error
         finally:
             self._deadline.begin(None)
+            self._context.slot.wait(False)
         if self._context.abort.reason is not None:
             raise LinkError(f"{self._context.name} stopped at {what or self._subject}: {self._context.abort.reason}")
         if self._finish is not None:
             self._finish()
-        if self._ended is not None:
-            self._ended(self)
-        self._work, self._tensors, self._finish, self._ended, self.backend = None, (), None, None, None
+        self.forget()
 
     def _wait_in_slices(self, work: Any) -> None:
         """Until the operation has ended, or has not although its sockets were shut."""
@@ -124,16 +124,23 @@ class Pending:
                 self._deadline.let_go()
                 is_shut = True
 
+    def forget(self) -> None:
+        """Lets go of everything: the operation is over."""
+        if self._ended is not None:
+            self._ended(self)
+        self._work, self._tensors, self._finish, self._ended, self.backend = None, (), None, None, None
+
     def done(self) -> bool:
         """Whether `wait` would return at once."""
-        return self._work is None or self._work.is_completed()
+        work = self._work  # which another thread may have awaited by now
+        return work is None or work.is_completed()
 
     def _explained(self, what: str, seconds: float, error: RuntimeError) -> LinkError:
         name, subject = self._context.name, what or self._subject
         if self._context.abort.reason is not None:
             return LinkError(f"{name} stopped waiting for {subject}: {self._context.abort.reason}")
         # NCCL has a deadline of its own.
-        if self._deadline.missed_by is self or (self._on_cuda and seconds >= 0.95 * self._deadline.seconds):
+        if self._deadline.missed_by is self or (self.on_cuda and seconds >= 0.95 * self._deadline.seconds):
             return late(name, seconds, subject, self._partners)
         return LinkError(f"{name} lost the connection while waiting for {subject} {self._partners} ({cause(error)})")
 

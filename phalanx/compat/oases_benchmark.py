@@ -71,9 +71,9 @@ def _auto_plan(given: argparse.Namespace) -> str:
         require_schedule(given.schedule)
     if given.profile_path is not None:
         rows, ranks = read_profile(given.profile_path), given.tp * given.dp
-        name = hardware.device_name(torch.device(local_device(given.device, 0)))
-        counts = {ranks, 1} if given.device != "cpu" and torch.cuda.is_available() else {ranks}
-        if all(hardware.rates_of(rows, name, given.dtype, count) is None for count in counts):
+        here = torch.device(local_device(given.device, 0))
+        name = hardware.device_name(here)
+        if hardware.rates_of(rows, name, given.dtype, hardware.spread_here(here, ranks)) is None:
             raise ConfigError(
                 f"--profile_path {given.profile_path} holds nothing of {name} in {given.dtype} with {ranks} ranks",
                 "measure here: python -m phalanx.compat.oases_benchmark profile --profile_path "

@@ -90,7 +90,8 @@ class DynamicStrategySelector:
 
     def select(self, cluster: Cluster | None = None, fixed: Mapping[str, Any] | None = None) -> Strategy:
         """The best plan, and why others lost. cluster: as measured meanwhile. fixed: given fields of a plan."""
-        found = search(self.profiler.work, cluster or self.hardware.cluster, Software(), self.batch, fixed)
+        where = cluster or self.hardware.cluster
+        found = search(self.profiler.work, where, Software(), self.batch, fixed, all_devices=True)
         best, *others = found.plans
         lost = tuple(f"{other.plan.shown}: {why_lost(best, other)}" for other in others)
         return Strategy(best.plan, best.step_seconds, what_limits(best), lost)

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import fields, replace
 from functools import cache
+from itertools import product
 
 import torch
 
@@ -23,17 +24,18 @@ from phalanx.errors import CaptureError, PlanError
 from phalanx.expressions import Fit, evaluate
 from phalanx.model.capture import capture
 from phalanx.model.captured import Captured
-from phalanx.model.facts.facts import shipped_path, to_json
+from phalanx.model.facts.facts import FIRST, load, shipped_path, to_json, write_text
 from phalanx.model.ops.operators import as_on_gpu
 from phalanx.model.segment.compile import Compiler
 from phalanx.model.segment.segments import Working
 from phalanx.model.zoo import zoo_table
 from phalanx.model.zoo.zoo import resolve
 from phalanx.plan.plan import Plan
-from phalanx.predict.split_facts import TP, Split, SplitFacts, splits_path, write_all
+from phalanx.predict.split_facts import FOLDER, TP, Split, SplitFacts, splits_of, write_all
 from phalanx.program.shape import Backward, BlockOp, ModelShape
 
 _SIZES = ("saved_b", "saved_bw", "saved_w", "d_parameters")  # of what a backward needs and gives
+SHIPPED_IN = (FIRST, "float16", "float32")
 # Whose tensor-parallel facts are shipped too: for the others a plan with tp > 1 reads the graph.
 SPLIT_MODELS = (
     "meta-llama/Llama-3.3-70B-Instruct", "Qwen/Qwen2.5-0.5B", "Qwen/Qwen3-0.6B", "bert-base-cased",
@@ -63,10 +65,12 @@ class _Walk:
         def elements(names: Sequence[str]) -> int:
             return sum(math.prod(shapes[name]) for name in dict.fromkeys(names))
 
+        own = tuple(elements(names) for names in self._composed.buckets.names)
+        frozen = tuple(n - learning for n, learning in zip(own, self._composed.shape.elements, strict=True))
         return SplitFacts(
-            self._split, self._dtype, eager, compiled,
-            tuple(elements(names) for names in self._composed.buckets.names),
+            self._split, self._dtype, eager, compiled, own,
             tuple(elements(block.names("parameter")) for block in captured.blocks.blocks),
+            frozen if any(frozen) else (),
         )  # fmt: skip
 
     def described(self, compiler: Compiler) -> ModelShape:
@@ -145,28 +149,39 @@ def _not_fitted(block: str, fit: Fit) -> CaptureError:
     )
 
 
-def write_shipped(names: Sequence[str]) -> None:
-    """Describes these zoo models in bfloat16, the dtype of training, and writes their files.
+def write_shipped(names: Sequence[str], dtypes: Sequence[str] = SHIPPED_IN) -> None:
+    """Describes these zoo models and writes their files: none of a precision in which a model does what it does in the
+    first one.
 
     Every capture is made anew; that captures are right is shown by the tests, once for each architecture.
     """
-    splits_path("").parent.mkdir(parents=True, exist_ok=True)
-    for name in names:
+    for name, dtype in product(names, dtypes):
         spec = resolve(name)
         inputs = tasks.get(spec.task).inputs(spec.config)
-        captured = capture(spec, inputs, dtype=torch.bfloat16, check=False, use_cache=False)
-        shipped_path(spec.name).write_text(to_json(measure(spec, captured, torch.bfloat16)), encoding="utf-8")
-        text = write_all(list(_all_splits(spec.name, captured)), [block.name for block in captured.blocks.blocks])
-        splits_path(spec.name).write_text(text, encoding="utf-8")
-        print(spec.name, flush=True)
+        captured = capture(spec, inputs, dtype=getattr(torch, dtype), check=False, use_cache=False)
+        shipped_path(spec.name, dtype).unlink(missing_ok=True)
+        facts, splits = measure(spec, captured, getattr(torch, dtype)), list(_all_splits(spec.name, captured, dtype))
+        is_new = dtype == FIRST or load(spec.name, dtype) != facts or any(
+            splits_of(spec.name, dtype).get(own.split) != own for own in splits
+        )  # fmt: skip
+        if is_new:
+            write_text(shipped_path(spec.name, dtype), to_json(facts))
+        if is_new and splits:
+            text = write_all(splits, [block.name for block in captured.blocks.blocks])
+            write_text(shipped_path(spec.name, dtype, FOLDER), text)
+        print(spec.name, dtype, "written" if is_new else f"as {FIRST}", flush=True)
 
 
-def _all_splits(name: str, captured: Captured) -> Iterator[SplitFacts]:
-    """Those that the model can be split into."""
-    splits = [Split(tp, sequence=sequence) for tp in TP for sequence in (False, True)] if name in SPLIT_MODELS else []
+def _all_splits(name: str, captured: Captured, dtype: str) -> Iterator[SplitFacts]:
+    """Those that the model can be split into; over tensor-parallel ranks in the first precision alone."""
+    splits = (
+        [Split(tp, sequence=sequence) for tp in TP for sequence in (False, True)]
+        if name in SPLIT_MODELS and dtype == FIRST
+        else []
+    )
     for split in (Split(), Split(recompute=("light",)), Split(sliced=True), *splits):
         try:
-            yield describe(captured, split.plan, "bfloat16")
+            yield describe(captured, split.plan, dtype)
         except PlanError as refused:
             print(f"{name}: {refused.message}", flush=True)
 

@@ -145,15 +145,15 @@ class _Sizes:
 
 def bucket_costs(compiled: Compiled) -> list[BucketCosts]:
     """Bytes of every bucket as it would lie on this rank."""
-    shapes, trained = compiled.composed.local_shapes(), compiled.formation.shape.trained
+    shapes, trained = compiled.composed.local_shapes(), compiled.formation.shape.elements
     elements = [sum(math.prod(shapes[name]) for name in names) for names in compiled.composed.buckets.names]
     facts, width = compiled.formation.facts, compiled.dtype.itemsize
     added = int(compiled.plan.sum_bytes(wide(compiled.dtype).itemsize))
     moments = sum(getattr(torch, slot.dtype).itemsize for slot in facts.slots or () if not slot.is_counter)
     masters = torch.float32.itemsize if facts.masters else 0
     return [
-        BucketCosts(n * width, n * added, n * masters, n * moments) if learns else BucketCosts(n * width)
-        for n, learns in zip(elements, trained, strict=True)
+        BucketCosts(n * width, own * added, own * masters, own * moments, frozen_bytes=(n - own) * width)
+        for n, own in zip(elements, trained, strict=True)
     ]
 
 

@@ -7,7 +7,7 @@ would wait for ever. So all kernels are loaded, and all segments compiled, while
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor
 from phalanx.engine.compute import Compute
 from phalanx.engine.gradients import Sum
 from phalanx.engine.linked import ComputeCall, Linked
-from phalanx.model.segment.segments import WeightCall
+from phalanx.model.segment.segments import Call, WeightCall
 from phalanx.program.instructions import Op
 
 Around = Callable[[ComputeCall, Callable[[], Any]], None]  # what is done with the running of a call
@@ -49,28 +49,33 @@ def _attends(call: ComputeCall) -> bool:
 
 
 def _run(call: ComputeCall, device: torch.device, around: Around | None) -> None:
-    function, arguments = call.call.function, arguments_of(call, device)
+    arguments = arguments_of(call, device)
 
     def run() -> None:
-        if not isinstance(call.call, WeightCall):
-            function(*arguments)
-            return
-        results = function(*arguments[: call.call.num_taken])
-        sums = Sum()
-        for _ in range(2):
-            gradients = call.call.gradients(arguments, results)
-            sums.add({str(i): gradient for i, gradient in enumerate(gradients) if gradient is not None})
+        run_once(call.call, arguments)
 
     run() if around is None else around(call, run)
 
 
 def arguments_of(call: ComputeCall, device: torch.device) -> list[Tensor]:
     """Zeros, but for what comes from the micro-batch's inputs."""
-    found: list[Tensor] = []
-    for source, key in zip(call.call.arguments, call.keys, strict=True):
-        like = call.segment.like(source)
-        if key is not None:
-            found.append(call.inputs[key])
-        else:
-            found.append(torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=device).zero_())
-    return found
+    return [
+        zeros_like(call.segment.like(source), device) if key is None else call.inputs[key]
+        for source, key in zip(call.call.arguments, call.keys, strict=True)
+    ]
+
+
+def zeros_like(look: Tensor, device: torch.device) -> Tensor:
+    """look: without contents."""
+    return torch.empty_strided(look.shape, look.stride(), dtype=look.dtype, device=device).zero_()
+
+
+def run_once(call: Call, arguments: Sequence[Tensor]) -> None:
+    """Weight gradients are added up, too."""
+    if not isinstance(call, WeightCall):
+        call.function(*arguments)
+        return
+    results, sums = call.function(*arguments[: call.num_taken]), Sum()
+    for _ in range(2):
+        gradients = call.gradients(arguments, results)
+        sums.add({str(i): gradient for i, gradient in enumerate(gradients) if gradient is not None})

@@ -60,6 +60,7 @@ def _numbers(
 ) -> list[BlockNumbers]:
     traced, shape, samples = traces["none"]
     seen: set[str] = set()
+    learning = {own.name for own in compiled.formation.facts.parameters if own.trained}
     found: list[BlockNumbers] = []
     one = {**dims, "batch": 1}
     once, twice = (captured.blocks.flops(own) for own in (one, longer(one)))
@@ -77,7 +78,8 @@ def _numbers(
         own = BlockNumbers(
             block.name, number == 0, *flops, sum(sizes.values()), tied, crossing[number], crossing[number + 1],
             _units(captured, block, one), kept, (working - inside) / samples, inside,
-            compiled.dtype.itemsize,
+            compiled.dtype.itemsize, sum(size for name, size in sizes.items() if name in learning) / sum(sizes.values())
+            if sizes else 1.0,
         )  # fmt: skip
         found.append(own)
     return found

@@ -33,6 +33,7 @@ from phalanx.lab.session import (
 )
 from phalanx.lab.spec import TIMED, LabSpec, rate_text
 from phalanx.launch.store import SECRET_VARIABLE, new_secret
+from phalanx.planning.cluster import NETWORK_VARIABLE
 
 GRACE_SECONDS = 30.0
 VARIABLE = "PHALANX_LAB"  # tells a command inside what it runs in, notes included, for its reports
@@ -126,6 +127,9 @@ class Lab:
             variables |= gpu.rank_variables(place.rank, self.network.interface)
         if self.spec.timed:
             variables[TIMED] = "1"
+        variables.pop(NETWORK_VARIABLE, None)  # of the machine that the lab is on
+        if self.effective.link is not None:
+            variables[NETWORK_VARIABLE] = f"{self.effective.link / 8e9:.12g}GB/s"
         return {**variables, VARIABLE: "; ".join(self.describe())}
 
     def _count_threads(self) -> int:

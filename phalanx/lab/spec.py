@@ -129,9 +129,9 @@ class LabSpec:
         figures: what matters in a lab is the network."""
         device = DEVICES["CPU"]
         network = device.network.value if self.link is None else self.link / 8
-        return Cluster(
-            (Nodes(self.nodes, self.ranks_per_node, device, device.link.value, network, device.memory.value),)
-        )
+        given = frozenset({"network"} if self.link is not None else ())
+        memory, link = device.memory.value, device.link.value
+        return Cluster((Nodes(self.nodes, self.ranks_per_node, device, link, network, memory, given=given),))
 
     def __str__(self) -> str:
         parts = [f"nodes={self.nodes},ranks_per_node={self.ranks_per_node}"]

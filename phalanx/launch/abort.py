@@ -11,10 +11,11 @@ from __future__ import annotations
 import atexit
 import faulthandler
 import os
+import re
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -63,7 +64,8 @@ class AbortEvent:
 
 
 class StackFile:
-    """Holds where the threads of this process stand if `beat` has not been called for `seconds`, else nothing.
+    """Holds where the threads of this process stand if `beat` has not been called for `seconds`, or it was told to show
+    it; else nothing.
 
     It is written by a thread that needs no lock of Python's, so a call that keeps all threads waiting shows in it.
     """
@@ -71,9 +73,11 @@ class StackFile:
     def __init__(self, path: Path, seconds: float) -> None:
         self._seconds, self._file = seconds, path.open("ab")
 
-    def beat(self) -> None:
+    def beat(self, shows: bool = False) -> None:
         if os.fstat(self._file.fileno()).st_size:
             os.ftruncate(self._file.fileno(), 0)
+        if shows:
+            faulthandler.dump_traceback(self._file)
         faulthandler.dump_traceback_later(self._seconds, repeat=True, file=self._file)
 
     def close(self) -> None:
@@ -89,6 +93,12 @@ def read_stack(path: Path, num_lines: int = 12) -> list[str]:
         return []
     # The newest thread comes first, so the main one is the last of the last time it was written.
     return [line.strip() for line in text.rpartition("hread 0x")[2].splitlines()[1:] if line.strip()][:num_lines]
+
+
+def calls(stack: Sequence[str], num_calls: int = 5) -> str:
+    """'wait (threading.py:331), wait (threading.py:629), collate (mine.py:12)', of lines that `read_stack` gave."""
+    found = (re.fullmatch(r'File "(.*)", line (\d+) in (.*)', line) for line in stack[:num_calls])
+    return ", ".join(f"{each[3]} ({Path(each[1]).name}:{each[2]})" for each in found if each)
 
 
 _threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
@@ -124,7 +134,7 @@ def heartbeat(slot: StatusSlot, look: Callable[[], None], stack: StackFile) -> I
             looks += 1
             if looks % round(BEAT_SECONDS / _LOOK_SECONDS) == 0:
                 slot.beat()
-                stack.beat()
+                stack.beat(shows=slot.is_asked)
             look()
 
     thread = background_thread(beat, "phalanx-heartbeat")
@@ -147,14 +157,15 @@ def within(seconds: float, call: Callable[[], T], *, unless: Callable[[], bool] 
 
     `unless` is asked every tenth of a second and ends the wait early.
     """
-    ended = threading.Event()
+    ended, abandoned = threading.Event(), threading.Event()
     outcome: dict[str, Any] = {}
 
     def run() -> None:
         try:
             outcome["result"] = call()
         except BaseException as error:
-            outcome["error"] = error
+            if not abandoned.is_set():  # else it would keep, in a circle with this, all that the call had made
+                outcome["error"] = error
         ended.set()
 
     background_thread(run, "phalanx-call").start()
@@ -163,6 +174,7 @@ def within(seconds: float, call: Callable[[], T], *, unless: Callable[[], bool] 
         if ended.wait(seconds / slices) or (unless is not None and unless()):
             break
     if not ended.is_set():
+        abandoned.set()
         raise Late
     if "error" in outcome:
         raise outcome["error"]

@@ -20,11 +20,13 @@ from phalanx.launch.status_board import StatusBoard, StatusSlot
 @dataclass(frozen=True)
 class RankContext:
     """`store` is the `JobStore` of this generation of the job (None when there is one rank). membership: where others
-    may be lost and this rank goes on; `job_store` is the store of all generations then."""
+    may be lost and this rank goes on; `job_store` is the store of all generations then. local_world: how many of the
+    `world` ranks are on this machine."""
 
     rank: int
     world: int
     local_rank: int
+    local_world: int
     node: int
     device: str  # "cpu" or "cuda:<index>"
     store: Any
@@ -43,7 +45,7 @@ class RankContext:
         """The only rank of a world of one, in this process."""
         board = StatusBoard.private(1)
         board.reset()
-        return cls(0, 1, 0, 0, device, None, 0, 0, board, board.slots[0], on_event=on_event)
+        return cls(0, 1, 0, 1, 0, device, None, 0, 0, board, board.slots[0], on_event=on_event)
 
     def renewed(self, seconds: float) -> RankContext | None:
         """This rank in the job's next generation; None where there is none, or none in so many seconds."""
@@ -54,7 +56,8 @@ class RankContext:
             return None
         now = self.membership.generation
         return replace(
-            self, rank=self.membership.rank, world=len(now.members), abort=self.membership.abort, job_store=store,
+            self, rank=self.membership.rank, world=len(now.members), local_world=self.membership.local_world,
+            abort=self.membership.abort, job_store=store,
             store_port=store.address[1] if store.address else self.store_port,
             store=store.part(f"generation{now.number}", self.membership.abort),
         )  # fmt: skip

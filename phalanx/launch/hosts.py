@@ -86,6 +86,12 @@ def slurm_hosts(nodes: str) -> list[str]:
     return found
 
 
+def slurm_counts(counts: str) -> list[int]:
+    """How many tasks each node has: '2(x3),1' → 2, 2, 2, 1."""
+    found = re.findall(r"(\d+)(?:\(x(\d+)\))?", counts)
+    return [int(tasks) for tasks, nodes in found for _ in range(int(nodes or 1))]
+
+
 def variables(hosts: Sequence[str]) -> str:
     """Lines for a shell: `eval "$(phalanx launch hosts --env)"`."""
     addresses = [_address(host) for host in hosts]

@@ -26,7 +26,7 @@ from typing import Any
 
 from phalanx.errors import BeginAnew, ConfigError, PhalanxError, RankError
 from phalanx.launch.context import RankContext, local_device
-from phalanx.launch.hosts import slurm_hosts
+from phalanx.launch.hosts import slurm_counts, slurm_hosts
 from phalanx.launch.monitor import Monitor, Notice
 from phalanx.launch.status_board import SILENCE, StatusBoard
 from phalanx.launch.store import SECRET_VARIABLE, JobStore, host_store, share_secret
@@ -45,6 +45,7 @@ class Place:
     rank: int
     world: int
     local_rank: int
+    local_world: int  # of all ranks, where the launcher does not say how many of them are on this machine
     node: int
     host: str
     port: int
@@ -70,9 +71,9 @@ def join(
     board.reset()
     store = _meet(place, folder, variables) if claim is None else _come_back(claim, variables)
     return RankContext(
-        place.rank, place.world, place.local_rank, place.node, local_device(device, place.local_rank, place.world),
-        store, place.port, generation=0, board=board, slot=board.slots[place.rank],
-        address="127.0.0.1" if place.one_machine else "",
+        place.rank, place.world, place.local_rank, place.local_world, place.node,
+        local_device(device, place.local_rank, place.world), store, place.port, generation=0, board=board,
+        slot=board.slots[place.rank], address="127.0.0.1" if place.one_machine else "",
     )  # fmt: skip
 
 
@@ -241,7 +242,8 @@ def _torchrun(variables: Mapping[str, str]) -> Place:
     run = f"{variables.get('TORCHELASTIC_RUN_ID', '')}/{variables.get('TORCHELASTIC_RESTART_COUNT', '0')}"
     local_world = int(variables.get("LOCAL_WORLD_SIZE", "0"))
     return Place(
-        "torchrun", rank, world, local_rank, int(variables.get("GROUP_RANK", "0")), variables["MASTER_ADDR"], port,
+        "torchrun", rank, world, local_rank, local_world or world, int(variables.get("GROUP_RANK", "0")),
+        variables["MASTER_ADDR"], port,
         store_exists=variables.get("TORCHELASTIC_USE_AGENT_STORE") == "True", attempt=run,
         one_machine=local_world == world,
     )  # fmt: skip
@@ -258,13 +260,14 @@ def _mpi(
         # All ranks of one machine are children of one process, whose number tells this job from others.
         host, port = host or "127.0.0.1", port or str(_port(f"mpi.{os.getppid()}"))
     if not host or not port:
+        here = f"{local_world} of {world} ranks {'is' if local_world == 1 else 'are'} here"
         raise ConfigError(
-            f"an {launcher} job on several machines ({local_world} of {world} ranks are here) does not say where its "
-            "ranks meet: MASTER_ADDR or MASTER_PORT is missing",
+            f"an {launcher} job on several machines ({here}) does not say where its ranks meet: MASTER_ADDR or "
+            "MASTER_PORT is missing",
             "mpirun -x MASTER_ADDR=<host of rank 0> -x MASTER_PORT=29500 …",
         )
     return Place(
-        launcher, rank, world, local_rank, rank // local_world, host,
+        launcher, rank, world, local_rank, local_world, rank // local_world, host,
         _number("MASTER_PORT", port), store_exists=False, attempt="", one_machine=local_world == world,
     )  # fmt: skip
 
@@ -277,9 +280,10 @@ def _slurm(variables: Mapping[str, str]) -> Place | None:
         return None  # an interactive shell, or a step that leaves the ranks of its machine to us
     _check_rank("SLURM_PROCID", rank, tasks, world)
     job = f"{variables['SLURM_JOB_ID']}.{variables.get('SLURM_STEP_ID', '0')}"
-    hosts = variables["SLURM_STEP_NODELIST"]
+    hosts, counts = variables["SLURM_STEP_NODELIST"], slurm_counts(variables.get("SLURM_STEP_TASKS_PER_NODE", ""))
+    beside = counts[node] if node < len(counts) else world
     return Place(
-        "SLURM", rank, world, local_rank, node, variables.get("MASTER_ADDR") or first_host(hosts),
+        "SLURM", rank, world, local_rank, beside, node, variables.get("MASTER_ADDR") or first_host(hosts),
         _number("MASTER_PORT", variables.get("MASTER_PORT") or str(_port(job))), store_exists=False,
         attempt=f"{job}/{variables.get('SLURM_RESTART_COUNT', '0')}",
         one_machine="," not in hosts and "[" not in hosts,

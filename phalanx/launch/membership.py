@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
 from phalanx.errors import StoreError
@@ -24,7 +25,8 @@ _LOOK_SECONDS = 0.002
 class Generation:
     """members: the process that is each rank. fresh: the ranks that were just started and hold nothing. lost: what
     happened, in words. noticed: when, as `time.time` counts. is_ahead: it was not published, and is what a process that
-    comes to a job that runs is told; it goes on in one that was."""
+    comes to a job that runs is told; it goes on in one that was. waits: there are too few ranks, which keep what they
+    have until there are others."""
 
     number: int
     members: tuple[int, ...]
@@ -32,6 +34,7 @@ class Generation:
     lost: tuple[str, ...] = ()
     noticed: float = 0.0
     is_ahead: bool = False
+    waits: bool = False
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -44,10 +47,14 @@ class Generation:
 
 class Membership:
     """One process's part in a job's generations. `abort` is the event of the one that it is in; the heartbeat calls
-    `look`."""
+    `look`. places: of every process, its node and its number there; {} where all are on one machine."""
 
-    def __init__(self, board: StatusBoard, slot: StatusSlot, process: int, generation: Generation) -> None:
+    def __init__(
+        self, board: StatusBoard, slot: StatusSlot, process: int, generation: Generation,
+        places: Mapping[int, tuple[int, int]],
+    ) -> None:  # fmt: skip
         self._board, self._slot, self.process, self.generation = board, slot, process, generation
+        self._nodes = {number: node for number, (node, _) in places.items()}
         self.abort = AbortEvent()
         slot.enter_generation(generation.number)
 
@@ -59,6 +66,12 @@ class Membership:
     @property
     def rank(self) -> int:
         return self.generation.members.index(self.process)
+
+    @property
+    def local_world(self) -> int:
+        """How many ranks of the generation are on the machine of this one."""
+        own = self._nodes.get(self.process)
+        return sum(self._nodes.get(process) == own for process in self.generation.members)
 
     @property
     def is_invited(self) -> bool:

@@ -1,11 +1,12 @@
 """Processes that come to a job that runs: started beside it, ready once they have prepared themselves.
 
-They are taken in with the next generation. A process that was lost soon after it came is waited with before it is
-started again, each time twice as long.
+They are taken in with the next generation. A process that ended before it held anything, or was lost soon after it
+came, is waited with before it is started again, each time twice as long.
 """
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Iterable
 
@@ -13,7 +14,7 @@ from phalanx.launch.membership import Generation
 from phalanx.launch.processes import Processes
 from phalanx.launch.status_board import StatusBoard
 
-_SOON_SECONDS = 60.0  # a loss that follows the one before so soon is one of several
+_SOON_SECONDS = 60.0  # a process that is lost so soon after it came will be lost again
 _FIRST_WAIT, _LONGEST_WAIT = 1.0, 300.0
 
 
@@ -23,16 +24,39 @@ class Newcomers:
     def __init__(self, processes: Processes, board: StatusBoard, start: Callable[[int, Generation], None]) -> None:
         self._processes, self._board, self._start = processes, board, start
         self._due: dict[int, float] = {}
-        self._lost: dict[int, tuple[float, float]] = {}  # when a process was lost, and how long was waited then
+        self._waited: dict[int, float] = {}  # how long, before processes were started again
+        self._came: dict[int, float] = {}  # since when those of them hold something
         self._coming: dict[int, int] = {}  # with the generation in which they were started
+        self._said: set[tuple[int, str]] = set()
 
     def expect(self, lost: Iterable[int]) -> None:
         """These are started again, at once or later."""
         now = time.monotonic()
         for process in lost:
-            before, waited = self._lost.get(process, (-_SOON_SECONDS, 0.0))
-            wait = min(_LONGEST_WAIT, max(_FIRST_WAIT, 2 * waited)) if now - before < _SOON_SECONDS + waited else 0.0
-            self._lost[process], self._due[process] = (now, wait), now + wait
+            came = self._came.pop(process, None)
+            is_soon = process in self._waited and (came is None or now - came < _SOON_SECONDS)
+            wait = min(_LONGEST_WAIT, max(_FIRST_WAIT, 2 * self._waited[process])) if is_soon else 0.0
+            self._waited[process], self._due[process] = wait, now + wait
+
+    def expect_at_once(self, ended: Iterable[int]) -> None:
+        """These too: they were ended for what happened to others."""
+        self._due.update(dict.fromkeys(ended, time.monotonic()))
+
+    def due(self) -> list[int]:
+        """For which it is time, and that have a place; others wait until their node is back."""
+        now = time.monotonic()
+        return [process for process, when in self._due.items() if when <= now and self._processes.can_start(process)]
+
+    def leave(self, processes: Iterable[int]) -> None:
+        """These are started by others."""
+        for process in processes:
+            del self._due[process]
+
+    def note(self, members: Iterable[int]) -> None:
+        """Those that came and hold something by now."""
+        for process in members:
+            if process in self._waited and process not in self._came and self._board.slots[process].guarded:
+                self._came[process] = time.monotonic()
 
     def fill(self, wanted: int, now: Generation) -> None:
         """Until there are so many ranks."""
@@ -43,11 +67,10 @@ class Newcomers:
     def start_due(self, now: Generation) -> list[int]:
         """Those that were started. now: what the job is like."""
         for process in [each for each in self._coming if self._processes.alive[each].gone]:
-            self.give_up(process)
-        now_due = [process for process, when in self._due.items() if when <= time.monotonic()]
-        due = [process for process in now_due if self._processes.can_start(process)]  # others when their node is back
+            self.give_up(process, self._processes.alive[process].how_ended)
+        due = self.due()
+        self.leave(due)
         for process in due:
-            del self._due[process]
             self._board.slots[process].clear()
             if process not in self._processes.alive:  # else one that an earlier job left idle
                 self._processes.start_one(process)
@@ -58,18 +81,22 @@ class Newcomers:
     def is_coming(self, process: int) -> bool:
         return process in self._coming
 
-    def give_up(self, process: int) -> None:
-        """One that ended, or failed, before it was taken in."""
+    def give_up(self, process: int, how: str) -> None:
+        """One that ended, or failed, before it was taken in. how: in words, which are said once."""
         del self._coming[process]
         self._processes.bury(process)
         self.expect([process])
+        if (process, how) not in self._said:
+            self._said.add((process, how))
+            print(f"a process that was to take part {how}; it is started again later", file=sys.stderr, flush=True)
 
     def ready(self) -> list[int]:
-        return [process for process, since in self._coming.items() if self._board.slots[process].awaited > since]
+        waiting = [process for process, since in self._coming.items() if self._board.slots[process].awaited > since]
+        return [process for process in waiting if not self._processes.alive[process].gone]
 
     def take_ready(self) -> list[int]:
         """Those that are ranks from now on."""
-        ready = [process for process in self.ready() if not self._processes.alive[process].gone]
+        ready = self.ready()
         for process in ready:
             del self._coming[process]
         return ready

@@ -51,6 +51,15 @@ class Process:
         """Whether it was stopped by a signal (SIGSTOP) and can do nothing."""
         return _seen(self.pid)[0] == "T"
 
+    @property
+    def how_ended(self) -> str:
+        """Once it is gone: 'was killed by signal SIGKILL'."""
+        if self.cause or self.code is None:
+            return self.cause or "ended"
+        return f"was killed by signal {signal.Signals(-self.code).name}" if self.code < 0 else (
+            f"left with exit code {self.code}"
+        )  # fmt: skip
+
     def look(self) -> None:
         """Takes note if it will never run again. Its parent learns so only when all that it had is given back, which
         takes most of a second where it had the memory of a GPU."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import gc
 import os
 import pickle
 import signal
@@ -76,6 +77,11 @@ class Failed:
     text: str
     traceback: str
 
+    @property
+    def message(self) -> str:
+        """Without what to do about it."""
+        return self.text if self.error is None else self.error.message
+
 
 def serve(rank: int, wire: Wire) -> None:
     """Run jobs until the wire closes."""
@@ -92,6 +98,7 @@ def serve(rank: int, wire: Wire) -> None:
             outcome = _outcome(job, rank, wire, task, result)
         with suppress(ConnectionError):
             wire.send(outcome)
+        gc.collect()  # else what the job left keeps its connections: it hangs together in circles
 
 
 def _leave(number: int, frame: FrameType | None) -> None:
@@ -120,7 +127,7 @@ def _run(job: Job, rank: int, wire: Wire, task: IO[bytes]) -> Any:
     _adopt(job)
     torch.set_num_threads(job.threads)
     board = StatusBoard.open(job.folder / "board")
-    membership = Membership(board, board.slots[rank], rank, job.members)
+    membership = Membership(board, board.slots[rank], rank, job.members, job.places)
     stack = StackFile(job.stack_file(rank), 0.75 * job.silence)
     with heartbeat(board.slots[rank], membership.look, stack):
         target, arguments = unpickle(task, job.main)
@@ -128,7 +135,7 @@ def _run(job: Job, rank: int, wire: Wire, task: IO[bytes]) -> Any:
         store = JobStore(connect_store(host, port), job.secret, name)
         node, local_rank = job.places.get(rank, (0, rank))
         context = RankContext(
-            membership.rank, len(job.members.members), local_rank=local_rank, node=node,
+            membership.rank, len(job.members.members), local_rank, membership.local_world, node,
             device=local_device(job.device, local_rank, job.world),
             store=store.part(f"generation{job.members.number}", membership.abort), store_port=port,
             generation=job.generation, board=board, slot=board.slots[rank], abort=membership.abort,

@@ -2,7 +2,9 @@
 
 Whoever is suspected is ended first, so that nobody takes part in two generations. Then its place is filled by a process
 of the fork server, or the ranks that are left are numbered anew; and the generation is published. Where a job is to
-grow back, processes are started beside it, prepare themselves, and are taken in between two steps (`newcomers.py`).
+grow back, processes are started beside it, prepare themselves, and are taken in between two steps (`newcomers.py`);
+so are those that were to take a place and did not come to hold anything, or were lost again soon. Where too few ranks
+are left, they keep what they have and wait.
 Ranks that were lost again and again without a step between are not replaced for ever.
 """
 
@@ -24,7 +26,8 @@ _MOST_IN_A_ROW = 3  # losses without a finished step between them
 
 class Renewal:
     """Of one job. `generation` is the newest. start: hands a job to a process that was just started, as one of a
-    generation. least: with fewer ranks than these a job does not go on, but has others in the places of lost ones."""
+    generation. least: with fewer ranks than these a job does not go on, but has others in the places of lost ones, or
+    waits for them."""
 
     def __init__(
         self, processes: Processes, board: StatusBoard, job: Job, store: Any, on_loss: OnLoss,
@@ -39,25 +42,27 @@ class Renewal:
     def renew(self, lost: Sequence[int], words: Sequence[str]) -> str | None:
         """Publishes a generation without these processes, or with others in their places; or why there is none. words:
         what happened. Whoever came to the job and is ready is in it."""
-        noticed = time.time()
-        lost = sorted({*lost, *self._gone(), *self.unready()})
-        if (reason := self._why_not(lost)) is not None:
+        before, noticed = self.generation, time.time()
+        failed, unready = {*lost, *self._gone()}, self.unready()
+        lost = sorted({*failed, *unready})
+        if (reason := self._why_not(lost, is_start=bool(failed) and failed <= set(unready))) is not None:
             return reason
-        before = self.generation
+        if before.lost and not self._is_told():
+            words, noticed = (*before.lost, *words), before.noticed
         for process in lost:
             self._processes.bury(process)
             self._board.slots[process].clear()
         stays = tuple(process for process in before.members if process not in lost)
-        came = self.newcomers.take_ready()
-        replaces = self.on_loss == "replace" or len(stays) + len(came) < self._least
-        base = tuple(p for p in before.members if p in stays or self._processes.can_start(p)) if replaces else stays
-        members = (*base, *(process for process in came if process not in base))  # ranks that stay keep their numbers
-        if self.on_loss in ("regrow", "replace"):
-            self.newcomers.expect([process for process in lost if process not in members])
+        at_once = self._in_places(failed, [process for process in unready if process not in failed], stays)
+        waits = len(stays) + len(self.newcomers.ready()) + len(at_once) < self._least
+        came, at_once = ([], []) if waits else (self.newcomers.take_ready(), at_once)
+        self.newcomers.leave(at_once)
+        base = tuple(process for process in before.members if process in stays or process in at_once)
+        members = (*base, *came)  # ranks that stay keep their numbers
         new = [process for process in members if process not in stays]
         fresh = tuple(members.index(process) for process in new)
         said = (*words, *(f"a process came to be rank {members.index(process)}" for process in came))
-        self.generation = Generation(before.number + 1, members, fresh, said, noticed)
+        self.generation = Generation(before.number + 1, members, fresh, said, noticed, waits=waits)
         self._store.set(self.generation.key, self.generation.to_json())
         self._board.invite(False)
         self._board.publish(self.generation.number)
@@ -69,18 +74,42 @@ class Renewal:
 
     def tend(self) -> list[int]:
         """Starts processes that are expected, and asks ranks to meet those that are ready; those that were started."""
-        if self._board.wanted > len(self.generation.members):
-            self.newcomers.fill(self._board.wanted, self.generation)
-        else:
+        now = self.generation
+        if self._board.wanted <= len(now.members):
             self._board.want(0)
-        started = self.newcomers.start_due(self.generation)
-        self._board.invite(bool(self.newcomers.ready()))
+        self.newcomers.note(now.members)
+        if (wanted := max(self._board.wanted, self._least if now.waits else 0)) > len(now.members):
+            self.newcomers.fill(wanted, now)
+        started = self.newcomers.start_due(now)
+        num_ready = len(self.newcomers.ready())
+        self._board.invite(num_ready > 0 and len(now.members) + num_ready >= self._least)
         return started
+
+    def wait_no_more(self) -> bool:
+        """From now on fewer ranks go on, too. Whether the ranks that are left wait."""
+        self._least = 1
+        return self.generation.waits
 
     def all_wait(self) -> bool:
         """Whether every rank has come to meet newcomers."""
         slots = (self._board.slots[process] for process in self.generation.members)
         return self._board.invited and all(slot.awaited > self.generation.number for slot in slots)
+
+    def _in_places(self, failed: set[int], ended: Sequence[int], stays: Sequence[int]) -> list[int]:
+        """Whoever is to be started at once in the place of a lost process; others that are to come, come later. ended:
+        those that were ended for what happened to others."""
+        if self.on_loss == "replace" or len(stays) + len(self.newcomers.ready()) < self._least:
+            self.newcomers.expect(failed)
+            self.newcomers.expect_at_once(ended)
+            return [process for process in self.newcomers.due() if process in (*failed, *ended)]
+        if self.on_loss == "regrow":
+            self.newcomers.expect((*failed, *ended))
+        return []
+
+    def _is_told(self) -> bool:
+        """Whether the ranks have told of what happened before this generation."""
+        first = self._board.slots[self.generation.members[0]]
+        return first.entered >= self.generation.number and first.has_told
 
     def _ahead(self, process: int, now: Generation) -> None:
         members = (*now.members, process)
@@ -94,16 +123,14 @@ class Renewal:
         fresh = [self.generation.members[rank] for rank in self.generation.fresh]
         return [process for process in fresh if not self._board.slots[process].guarded]
 
-    def _why_not(self, lost: Sequence[int]) -> str | None:
+    def _why_not(self, lost: Sequence[int], is_start: bool) -> str | None:
+        """is_start: only processes are lost that had not begun to take part; these do not come again at once."""
         survivors = [process for process in self.generation.members if process not in lost]
         if not survivors:
             return "no rank is left that could go on"
         if not all(self._board.slots[process].guarded for process in survivors):
             return "the ranks were not training yet, or not any more"
-        places = [process for process in lost if self._processes.can_start(process)]
-        if len(survivors) + len(places) + len(self.newcomers.ready()) < self._least:
-            return f"{len(survivors)} ranks are left, min_ranks = {self._least}, and no machine has room for others"
-        if not lost and self._board.invited:
+        if is_start or self.generation.waits or (not lost and self._board.invited):
             return None
         finished = {process: self._board.slots[process].finished for process in survivors}
         has_trained = any(number > self._finished.get(process, 0) for process, number in finished.items())

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import mmap
 import struct
+import threading
 import time
 from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
@@ -32,6 +33,9 @@ _BEGUN = struct.Struct("<Q")  # how many instructions
 _BEGUN_AT = 192
 _RECENT_AT, NUM_RECENT, _TEXT = 200, 25, 32  # the newest of them, in a ring
 _GUARDED_AT = 1000  # whether the rank goes on when another is lost
+_TOLD_AT = 1001  # whether what led to the generation that the rank is in was told
+_WAITS_AT = 1002  # whether the rank waits for others
+_ASKED_AT = 1003  # whether the rank is to show where it stands
 _ENTERED, _ENTERED_AT = struct.Struct("<I"), 1004  # the generation that the rank is in
 _AWAITED_AT = 1008  # the generation that the rank waits for
 _FINISHED_AT = 1016  # how many steps the rank has finished
@@ -120,6 +124,29 @@ class StatusSlot:
         _BEGUN.pack_into(self._memory, self._start + _BEGUN_AT, self._begun)
 
     @property
+    def begun(self) -> int:
+        """How many instructions this process has begun."""
+        return _BEGUN.unpack_from(self._memory, self._start + _BEGUN_AT)[0]
+
+    @property
+    def waits(self) -> bool:
+        """Whether the rank waits for others."""
+        return self._memory[self._start + _WAITS_AT] != 0
+
+    def wait(self, waits: bool) -> None:
+        """Called for every message. What threads in the background wait for keeps nobody waiting."""
+        if threading.get_ident() == threading.main_thread().ident:
+            self._memory[self._start + _WAITS_AT] = waits
+
+    @property
+    def is_asked(self) -> bool:
+        """Whether the rank is to show where it stands."""
+        return self._memory[self._start + _ASKED_AT] != 0
+
+    def ask_where(self, asks: bool) -> None:
+        self._memory[self._start + _ASKED_AT] = asks
+
+    @property
     def guarded(self) -> bool:
         """Whether this rank goes on in a new generation when another is lost."""
         return self._memory[self._start + _GUARDED_AT] != 0
@@ -141,8 +168,17 @@ class StatusSlot:
         return _ENTERED.unpack_from(self._memory, self._start + _ENTERED_AT)[0]
 
     def enter_generation(self, number: int) -> None:
+        self._memory[self._start + _TOLD_AT] = 0
         _ENTERED.pack_into(self._memory, self._start + _ENTERED_AT, number)
         self.await_generation(0)
+
+    @property
+    def has_told(self) -> bool:
+        """Whether this rank went on in its generation, and what led to it was told."""
+        return self._memory[self._start + _TOLD_AT] != 0
+
+    def went_on(self) -> None:
+        self._memory[self._start + _TOLD_AT] = 1
 
     @property
     def finished(self) -> int:

@@ -19,25 +19,44 @@ from phalanx.launch.status_board import RunningClock, StatusView
 
 STILL_SECONDS = 0.7
 LONGEST_LOOK = 0.3  # seconds that one look counts for at most: whoever looks seldom has seen little
-_MOST_BUSY = 0.05  # of a core: threads that wait for Python's lock wake up to ask for it
+MOST_BUSY = 0.05  # of a core: threads that wait for Python's lock wake up to ask for it
 _SLEEPS = "STI"  # asleep, stopped by a signal, idle; not: running, waiting for a disk, held by a debugger
 
 
 @dataclass(frozen=True)
 class Activity:
-    """seconds: of computing, so far. sleeps: whether no thread wants to run."""
+    """seconds: of computing, so far. sleeps: whether no thread wants to run; main_sleeps: whether the main one does
+    not."""
 
     seconds: float
     sleeps: bool
+    main_sleeps: bool = True
 
 
 def activity(pid: int) -> Activity | None:
     """As the system tells it; None where it does not."""
     with suppress(OSError, ValueError, IndexError):
-        spent = sum(map(int, _fields(Path(f"/proc/{pid}/stat"))[11:13])) / os.sysconf("SC_CLK_TCK")
+        state, *fields = _fields(Path(f"/proc/{pid}/stat"))
+        spent = sum(map(int, fields[10:12])) / os.sysconf("SC_CLK_TCK")
         threads = Path(f"/proc/{pid}/task").iterdir()
-        return Activity(spent, all(_fields(thread / "stat")[0] in _SLEEPS for thread in threads))
+        sleeps = all(_fields(thread / "stat")[0] in _SLEEPS for thread in threads)
+        return Activity(spent, sleeps, state in _SLEEPS)
     return None
+
+
+def activity_with_children(pid: int) -> Activity | None:
+    """The same of a process and all that it started: it may wait for them, to load data or to compile."""
+    own = activity(pid)
+    if own is None:
+        return None
+    found = list[Activity]()
+    with suppress(OSError):
+        for file in list(Path(f"/proc/{pid}/task").glob("*/children")):
+            children = (activity_with_children(int(child)) for child in file.read_text().split())
+            found += [child for child in children if child is not None]
+    sleeps, main_sleeps = all(each.sleeps for each in found), all(each.main_sleeps for each in found)
+    seconds = own.seconds + sum(each.seconds for each in found)
+    return Activity(seconds, own.sleeps and sleeps, own.main_sleeps and main_sleeps)
 
 
 def _fields(path: Path) -> list[str]:
@@ -70,4 +89,4 @@ class Stillness:
 
     def _is_busy(self, found: Activity, now: float) -> bool:
         spent = found.seconds - (found.seconds if self._spent is None else self._spent)
-        return spent > _MOST_BUSY * max(now - self._since, LONGEST_LOOK)
+        return spent > MOST_BUSY * max(now - self._since, LONGEST_LOOK)

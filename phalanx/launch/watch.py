@@ -15,18 +15,23 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from phalanx.errors import LateError, LinkError, PhalanxError, RankError
-from phalanx.launch.abort import read_stack
+from phalanx.errors import LateError, LinkError, PhalanxError, RankError, counted
+from phalanx.launch.abort import calls, read_stack
+from phalanx.launch.laggards import Laggards
 from phalanx.launch.processes import Process, Processes, memory_kills
 from phalanx.launch.rank_main import Done, Event, Failed, Job, Left
 from phalanx.launch.renewal import Renewal
 from phalanx.launch.status_board import QUICK_PHASES, RunningClock, SilenceWatch, StatusBoard, StatusView
-from phalanx.launch.stillness import LONGEST_LOOK, STILL_SECONDS, Stillness, activity
+from phalanx.launch.stillness import LONGEST_LOOK, STILL_SECONDS, Stillness, activity, activity_with_children
 
 _LAST_WORDS_SECONDS = 2.0  # for ranks to end by themselves when another one failed
 _MOST_SHOWN, _LAST_SHOWN = 16, 8  # ranks, and instructions of each
 _PATIENCE_SECONDS = 1.0  # for a lost rank to be noticed, once others have lost their connections
 _COME_SILENCES, _UNHURRIED = 4.0, ("start", "capture", "compile", "finished")  # for ranks to meet after a loss
+_WAITING = (
+    "fewer ranks are left than min_ranks: they keep what they have and wait for others; Ctrl-C ends the run, saved"
+)
+_WAITED_FOR = "a call keeps its main thread waiting, though not its heart; a larger silence waits longer"
 _FOLLOW_SECONDS = 10.0  # for ranks to follow one that left because of a signal; saving does not count
 
 
@@ -55,6 +60,7 @@ class Watch:
         self._clock = RunningClock()
         self._silence = {number: SilenceWatch(self._clock, job.silence) for number in job.members.members}
         self._looks, self._stillness = RunningClock(LONGEST_LOOK), dict[int, Stillness]()  # by process
+        self._laggards = Laggards(self._looks, job.silence, activity_with_children)
         self._memory_kills = memory_kills()
         self._done: set[int] = set()
         self._left: dict[int, Left] = {}
@@ -93,9 +99,7 @@ class Watch:
                 self._board.slots[rank].enter("finished")
             elif isinstance(message, Failed) and self._is_coming(rank):
                 assert self._renewal is not None
-                said = f"a process that was to take part failed ({message.text}); it is started again later"
-                print(said, file=sys.stderr, flush=True)
-                self._renewal.newcomers.give_up(rank)
+                self._renewal.newcomers.give_up(rank, f"failed ({message.message})")
             elif isinstance(message, Failed):
                 self._add(Trouble(rank, self._view(rank), failed=message, output=self._output(rank)))
         return wire.closed
@@ -117,13 +121,15 @@ class Watch:
             if (trouble := self._trouble_of(rank)) is not None:
                 yield trouble
         yield from self._still_ranks().values()
+        yield from self._laggards_found()
 
     def _trouble_of(self, rank: int) -> Trouble | None:
         process = self._processes.alive[rank]
         if process.cause:
             return Trouble(rank, self._view(rank), process.cause)
         if process.code is not None:
-            return _died(rank, self._view(rank), process.code, self._output(rank), self._memory_kills)
+            how, output = process.how_ended, self._output(rank)
+            return _died(rank, self._view(rank), process.code, how, output, self._memory_kills)
         if not self._processes.hears_of(rank):
             return None
         suspect = self._job.silence if process.stopped else None
@@ -167,6 +173,20 @@ class Watch:
         stack = read_stack(self._job.stack_file(rank))
         return _stalled(self._processes.alive[rank], self._view(rank), seconds, self._output(rank), stack)
 
+    def _laggards_found(self) -> Iterator[Trouble]:
+        """Those for which the others wait for too long, where losing one costs little."""
+        if self._renewal is None or self._troubles or self._left or self._done or self._processes.in_doubt:
+            return
+        slots = {rank: self._board.slots[rank] for rank in self._expected()}
+        number = self._renewal.generation.number
+        if not all(slot.guarded and slot.entered == number and slot.awaited <= number for slot in slots.values()):
+            return  # they meet
+        with_pids = {rank: (slot, self._processes.alive[rank].pid) for rank, slot in slots.items()}
+        for rank, seconds in self._laggards.found(with_pids).items():
+            cause = f"did not go on for {seconds:.0f} s, in which the others waited for it,"
+            stack = read_stack(self._job.stack_file(rank))
+            yield Trouble(rank, self._view(rank), cause, _WAITED_FOR, output=self._output(rank), stack=stack)
+
     def _is_coming(self, rank: int) -> bool:
         return self._renewal is not None and self._renewal.newcomers.is_coming(rank)
 
@@ -180,7 +200,7 @@ class Watch:
 
     def _look_for_broken_links(self) -> None:
         """Ranks that lost each other, and of which none is lost, meet again."""
-        if self._renewal is None or self._troubles or self._processes.in_doubt:
+        if self._renewal is None or self._troubles or self._processes.in_doubt or self._renewal.generation.waits:
             return
         now, newest = self._clock.read(), self._board.generation
         waiting = [rank for rank in self._expected() if self._board.slots[rank].awaited > newest]
@@ -191,6 +211,11 @@ class Watch:
             # Where newcomers are ready, ranks wait for each other to meet them; one that does not come waits elsewhere.
             self._renewed([], *([] if self._board.invited else [broke]))
             self._waiting.clear()
+
+    def stop(self) -> None:
+        """A signal asks the ranks to end; those that wait for others go on without them, to save."""
+        if self._renewal is not None and self._renewal.wait_no_more() and not self._troubles:
+            self._renewed([])
 
     def over(self) -> bool:
         """Whether nothing more is to be expected."""
@@ -223,11 +248,12 @@ class Watch:
 
     def _survives(self, trouble: Trouble) -> bool:
         """Whether the job goes on without this process. What a rank refuses is refused; so is what all of them meet.
-        One that just came and lost the others before it held anything is only lost."""
+        One that just came and could not begin, or lost the others before it held anything, is only lost."""
         if self._renewal is None or self._left:
             return False
         is_told = trouble.failed is not None and trouble.failed.error is not None
-        if is_told and not (trouble.is_consequence and trouble.rank in self._renewal.unready()):
+        is_unready = trouble.rank in self._renewal.unready()
+        if is_told and not is_unready:
             return False
         if self.members[0] in self._done:
             self._done.add(trouble.rank)  # everything is saved and told: nobody needs it any more
@@ -235,7 +261,9 @@ class Watch:
         if self._done:
             self._not_renewed = "others had ended already"
             return False
-        return self._renewed([trouble.rank], _loss_words(trouble, self.members.index(trouble.rank)))
+        words = _loss_words(trouble, self.members.index(trouble.rank), is_unready)
+        # Whoever lost the others before it held anything is started again with them.
+        return self._renewed([] if is_unready and trouble.is_consequence else [trouble.rank], words)
 
     def _renewed(self, lost: Sequence[int], *words: str) -> bool:
         assert self._renewal is not None
@@ -244,6 +272,8 @@ class Watch:
         if self._not_renewed:
             return False
         now = self._renewal.generation
+        if now.waits:
+            print(f"{'; '.join(now.lost)}; {_WAITING}", file=sys.stderr, flush=True)
         fresh = [now.members[rank] for rank in now.fresh]
         self._fresh += [number for number in fresh if number not in came]  # newcomers are heard already
         self._silence = {
@@ -266,20 +296,21 @@ class Watch:
         return self._processes.alive[rank].last_output()
 
 
-def _loss_words(trouble: Trouble, rank: int) -> str:
-    """'rank 1 (stage 1) was killed by signal SIGKILL in step 7 at F1.0'."""
+def _loss_words(trouble: Trouble, rank: int, is_unready: bool) -> str:
+    """'rank 1 (stage 1) was killed by signal SIGKILL in step 7 at F1.0'. is_unready: it held nothing yet."""
     view, failed = trouble.view, trouble.failed
     name = f"rank {rank} ({view.place})" if view.place else f"rank {rank}"
-    return f"{name} {f'failed ({failed.text})' if failed is not None else trouble.cause} {view.where()}"
+    name = f"the process that was to be rank {rank}" if is_unready else name
+    said = f"{name} {f'failed ({failed.message})' if failed is not None else trouble.cause} {view.where()}"
+    return f"{said}; it stands in {calls(trouble.stack)}" if trouble.stack else said
 
 
-def _died(rank: int, view: StatusView, code: int, output: Sequence[str], kills_before: Mapping[str, int]) -> Trouble:
+def _died(
+    rank: int, view: StatusView, code: int, how: str, output: Sequence[str], kills_before: Mapping[str, int]
+) -> Trouble:
     """A rank whose process ended in the middle of a job."""
-    if code >= 0:
-        return Trouble(rank, view, f"left with exit code {code}", output=output)
-    name = signal.Signals(-code).name
-    hint = _who_kills(kills_before, memory_kills()) if name == "SIGKILL" else ""
-    return Trouble(rank, view, f"was killed by signal {name}", hint, output=output)
+    hint = _who_kills(kills_before, memory_kills()) if code == -signal.SIGKILL else ""
+    return Trouble(rank, view, how, hint, output=output)
 
 
 def _who_kills(before: Mapping[str, int], now: Mapping[str, int]) -> str:
@@ -341,7 +372,7 @@ def _rank_error(trouble: Trouble, views: Mapping[int, StatusView], not_renewed: 
         error = trouble.failed.error
         hint = error.hint if error else "" if _debug() else "PHALANX_DEBUG=1 shows the traceback"
         text = error.message if trouble.is_consequence and error else (
-            f"{name} failed {view.where()}: {error.message if error else trouble.failed.text}"
+            f"{name} failed {view.where()}: {trouble.failed.message}"
         )  # fmt: skip
     lines = [text, *([f"  the others did not go on without it: {not_renewed}"] if not_renewed else [])]
     if trouble.is_consequence:
@@ -363,7 +394,7 @@ def _flight_record(views: Mapping[int, StatusView]) -> list[str]:
     known = {rank: view for rank, view in views.items() if view.recent}
     shown = list(known.items())[:_MOST_SHOWN]
     lines = [f"    rank {rank}, step {view.step}: {' '.join(view.recent[-_LAST_SHOWN:])}" for rank, view in shown]
-    more = [f"    … and {len(known) - len(shown)} other ranks"] if len(known) > len(shown) else []
+    more = [f"    … and {counted(len(known) - len(shown), 'other rank')}"] if len(known) > len(shown) else []
     return ["  the last instructions of every rank, the newest last:", *lines, *more] if lines else []
 
 

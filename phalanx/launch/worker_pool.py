@@ -250,6 +250,7 @@ class WorkerPool:
                 if stop.signals and not forwarded:
                     forwarded = stop.signals[0]
                     self._processes.deliver(forwarded)
+                    watch.stop()
                 stop.require_patience()
         watch.conclude()
 

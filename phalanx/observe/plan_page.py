@@ -23,12 +23,11 @@ figure { margin: 1rem 0; overflow-x: auto; } figcaption { color: #666; }
 """
 
 
-def plan_page(data: Mapping[str, Any], timeline: Timeline, micro_batches: tuple[int, int]) -> str:
-    """data: what `phalanx plan --json` prints. timeline: of the best plan. micro_batches: that it shows, of all."""
+def plan_page(data: Mapping[str, Any], timeline: Timeline, shown: str) -> str:
+    """data: what `phalanx plan --json` prints. timeline: of the best plan. shown: what of it, in words."""
     plans = [*data["plans"], *data["compared"]]
     size, best = number_text(data["num_parameters"]), data["plans"][0]
     title = f"{data['model']} on {data['cluster']}"
-    shown, every = micro_batches
     body = [
         f"<h1>{escape(title)}</h1>",
         f"<p>{size} parameters, {data['batch_size']} samples of {data['seq_len']} tokens. "
@@ -42,7 +41,7 @@ def plan_page(data: Mapping[str, Any], timeline: Timeline, micro_batches: tuple[
         *(f"<li>{escape(text)}</li>" for text in _sentences(data)),
         "</ul>",
         "<h2>A step of the best plan, simulated</h2>",
-        f"<figure>{svg({best['short']: timeline})}<figcaption>One pipeline, {shown} of {every} micro-batches; what "
+        f"<figure>{svg({best['short']: timeline})}<figcaption>{escape(shown)}; what "
         "replicas exchange is not drawn. Hover over a bar for its instruction.</figcaption></figure>",
     ]
     head = f'<meta charset="utf-8"><title>{escape(title)}</title><style>{_STYLE}</style>'
@@ -57,13 +56,18 @@ def _plans(plans: Sequence[Mapping[str, Any]]) -> str:
         numbers = (number_text(own["tokens_per_second"]), f"{own['mfu']:.1%}", seconds_text(own["step_seconds"]),
                    f"{own['bubble']:.1%}", f"{own['exposed_communication']:.1%}")  # fmt: skip
         full = f"{bytes_text(held)} of {bytes_text(budget)}"
-        cells = [f"<td><code>{escape(own['short'])}</code></td>"]
+        cells = [f"<td><code>{escape(own['short'])}</code>{_on(own, plans)}</td>"]
         cells += [f'<td class="number">{text}</td>' for text in numbers]
         cells.append(
             f'<td class="number{"" if own["fits"] else " too-much"}">{full}</td><td>{escape(own["lost"])}</td>'
         )
         rows.append(f"<tr>{''.join(cells)}</tr>")
     return f"<table>{''.join(rows)}</table>"
+
+
+def _on(own: Mapping[str, Any], plans: Sequence[Mapping[str, Any]]) -> str:
+    """The devices that a plan is for, where these are not the same for all."""
+    return f" on {escape(own['on'])}" if len({other["on"] for other in plans}) > 1 else ""
 
 
 def _fullest(own: Mapping[str, Any]) -> Mapping[str, float]:
@@ -91,7 +95,8 @@ def _bars(plans: Sequence[Mapping[str, Any]], parts: Sequence[Mapping[str, float
 
 def _sentences(data: Mapping[str, Any]) -> list[str]:
     helps = [f"{help['what']}: {help['speedup']:.2f}×" for help in data["helps"]]
-    found = [f"What limits it: {data['limits']}.", f"Pipeline or tensor: {data['pipeline_or_tensor']}."]
+    out = [f"The best plan {data['left_out']}."] if data["left_out"] else []
+    found = [*out, f"What limits it: {data['limits']}.", f"Pipeline or tensor: {data['pipeline_or_tensor']}."]
     found += [f"The same batch with {', '.join(helps)} of the speed."] if helps else []
     found += [f"Slices: {data['slices']}."] if data["slices"] else []
     found += [f"D{data['data']['says'].removeprefix('d')}."] if "data" in data else []

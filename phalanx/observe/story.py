@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+from phalanx.errors import counted
 from phalanx.observe.format import bytes_text, seconds_text
 
 Record = Mapping[str, Any]
@@ -15,14 +16,19 @@ def story(records: Iterable[Record]) -> Iterator[str]:
     """One line for everything that happened between steps, and one for every stretch of steps; at the end how many
     records are not as a run writes them."""
     steps: list[Record] = []
-    damaged = 0
-    for record in records:
+    damaged, mirrored = 0, ""
+    for record in _as_told_last(records):
         try:
             if record["kind"] == "step":
                 list(_stretch([record]))  # which fails here if it is damaged
                 steps.append(record)
             elif record["kind"] in _WORDS:
-                line = f"{_clock(record)}  {_WORDS[record['kind']](record)}"
+                words = _WORDS[record["kind"]](record)
+                line = f"{_clock(record)}  {words}"
+                if record["kind"] == "mirror":
+                    if words == mirrored:
+                        continue  # said where it is new
+                    mirrored = words
                 yield from _stretch(steps)
                 steps = []
                 yield line
@@ -30,7 +36,22 @@ def story(records: Iterable[Record]) -> Iterator[str]:
             damaged += 1
     yield from _stretch(steps)
     if damaged:
-        yield f"{damaged} damaged record{'s' * (damaged > 1)} left out"
+        yield f"{counted(damaged, 'damaged record')} left out"
+
+
+def _as_told_last(records: Iterable[Record]) -> Iterator[Record]:
+    """Without an error of rank 0 before that of the whole run, which it followed from, or is."""
+    before: Record | None = None
+    for record in records:
+        if before is not None and not (_is_error(before, of_run=False) and _is_error(record, of_run=True)):
+            yield before
+        before = record
+    if before is not None:
+        yield before
+
+
+def _is_error(record: Record, of_run: bool) -> bool:
+    return record.get("kind") == "error" and record.get("of_run", False) == of_run
 
 
 def _stretch(steps: list[Record]) -> Iterator[str]:
@@ -51,7 +72,7 @@ def _began(record: Record) -> str:
     plan = str(record["header"].get("plan", "")).partition(":")[0]
     first, total = record["first_step"], record["total_steps"]
     if not first:
-        return f"the run began, {total} steps, with plan {plan}"
+        return f"the run began, {counted(total, 'step')}, with plan {plan}"
     return f"the run went on after step {first} of {total}, with plan {plan}"
 
 
@@ -63,20 +84,30 @@ def change_words(record: Record) -> str:
     for name in ("batch_size", "seq_len"):
         text += f", {name} {record[name]}" if name in record else ""
     text += f": {bytes_text(record['bytes'])} moved, a pause of {seconds_text(record['seconds'])}"
-    if "bits" in record:
-        text += f"; {' and '.join(record['bits'])} changed, so bits may differ from here on, within verify's tolerance"
-    return text
+    return text + _bits(record)
+
+
+def _bits(record: Record) -> str:
+    """Of a deterministic run."""
+    if "bits" not in record:
+        return ""
+    return f"; {' and '.join(record['bits'])} changed, so bits may differ from here on, within verify's tolerance"
 
 
 def loss_words(record: Record) -> str:
     """`rank 1 (stage 1) was killed by signal SIGKILL in step 7 at F1.0; 4 ranks go on before step 7 …`."""
-    again = f", {record['repeated']} steps are made again" if record["repeated"] else ""
+    repeated, ranks = record["repeated"], record["ranks"]
+    again = f", {counted(repeated, 'step')} {'is' if repeated == 1 else 'are'} made again" if repeated else ""
     why = f" ({record['why']})" if "why" in record else ""
     moved = f", {bytes_text(record['bytes'])} moved" if record["bytes"] else ""
-    goes_on = f"{record['ranks']} ranks go on ({record['how']}) before step {record['step']}"
+    goes_on = (
+        f"{counted(ranks, 'rank')} {'goes' if ranks == 1 else 'go'} on ({record['how']}) before step {record['step']}"
+    )
+    chosen = f" ({record['chosen']})" if "chosen" in record else ""
+    refused = f", as others were refused ({'; '.join(record['refused'])})" if "refused" in record else ""
     return (
-        f"{'; '.join(record['lost'])}; {goes_on} with plan {record['plan']}: state from "
-        f"{record['source']}{why}{again}{moved}, {seconds_text(record['seconds'])} after it was noticed"
+        f"{'; '.join(record['lost'])}; {goes_on} with plan {record['plan']}{chosen}{refused}: state from "
+        f"{record['source']}{why}{again}{moved}, {seconds_text(record['seconds'])} after it was noticed{_bits(record)}"
     )
 
 
@@ -94,13 +125,24 @@ def mirror_words(record: Record) -> str:
     return told + (f": to mirror it step by step would take {share}" if share else "")
 
 
+def _ahead(record: Record) -> str:
+    return f"plan {record['plan']} made ready for the loss of ranks, in {seconds_text(record['seconds'])}"
+
+
+# What was predicted, measured or generated happened to nobody: it is in the log.
 _WORDS = {
     "start": _began,
+    "plan": lambda record: f"why this plan ({record['chosen']}): {record['reason']}",
     "loss": loss_words,
     "change": change_words,
+    "ahead": _ahead,
+    "mirror": mirror_words,
     "checkpoint": lambda record: f"saved in {record['path']}",
     "not_saved": lambda record: f"step {record['step']} could not be saved: {record['message']}",
     "stop": lambda record: f"stopped by {record['signal']} after step {record['step']}",
+    "ended": lambda record: f"ended after step {record['step']}: {record['reason']}",
+    "rollback": lambda record: str(record["message"]),
     "error": lambda record: f"failed: {record['message']}",
+    "lost": lambda record: f"{counted(record['records'], 'record')} could not be written here",
     "finish": lambda record: f"the run ended with loss {record['loss']}",
 }

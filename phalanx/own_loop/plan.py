@@ -21,7 +21,7 @@ from phalanx.model.zoo.zoo import ModelSpec, build
 from phalanx.own_loop.batch import BatchForm
 from phalanx.plan.plan import Plan
 from phalanx.prepare.budget import MemoryGuard
-from phalanx.session.ahead import PIECE_SECONDS, Ahead
+from phalanx.session.ahead import PIECE_SECONDS, Ahead, with_functions
 from phalanx.session.change import Change, change
 from phalanx.session.outputs import Scope
 from phalanx.session.session import Session
@@ -123,9 +123,10 @@ class OwnPlan:
         optimizer: Any = self.session.state.optimizer.inner
         opened.memory.held = sum(tensor.nbytes for tensor in session.state.tensors())
         coming = self._coming if self._coming is not None and self._coming.suits(session.plan, new) else None
+        look = with_functions(opened.memory.look, opened.memory.batch)
         try:
             with opened.context.slot.within("compile"):
-                member, done = change(session, new, look=opened.memory.look, ahead=coming)
+                member, done = change(session, new, look=look, ahead=coming)
         finally:
             self.forget()
         assert isinstance(member, Session)

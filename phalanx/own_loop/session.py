@@ -19,7 +19,7 @@ from phalanx.comm.links import Group
 from phalanx.data.given import given_batches
 from phalanx.engine.inputs import num_samples
 from phalanx.engine.reductions import StepRun
-from phalanx.errors import ConfigError
+from phalanx.errors import ConfigError, counted
 from phalanx.own_loop.batch import part_of, refuse_autocast
 from phalanx.own_loop.gradients import taken
 from phalanx.own_loop.optimizer import Updates
@@ -303,7 +303,7 @@ class OwnSession:
         slot = self._context.slot
         slot.at_step(self.steps + 1)
         slot.enter(phase)
-        with self.opened.memory.explained(f"a batch of {num_samples(batch)} samples"):
+        with self.opened.memory.explained(f"a batch of {counted(num_samples(batch), 'sample')}"):
             yield
         slot.enter("loop")
 

@@ -35,11 +35,13 @@ class Candidate(NamedTuple):
 
 
 def promising(
-    problem: Problem, bases: Sequence[Base], fixed: Mapping[str, Any], keep: int
+    problem: Problem, bases: Sequence[Base], fixed: Mapping[str, Any], keep: int, below: float = math.inf
 ) -> tuple[list[Candidate], int]:
     """Plans by their quick estimate; of many blocks, none whose limit from below is above what would be shown. Those
-    that cannot keep everything are looked at again with something on the host, which makes nothing else faster."""
-    looked = _Looked(problem, keep)
+    that cannot keep everything are looked at again with something on the host, which makes nothing else faster. below:
+    seconds of a step; others are of no interest."""
+    looked = _Looked(problem, keep, below)
+    bases = [base for base in bases if base.least < below]
     settled: set[tuple[object, ...]] = set()
     for promise, least, fields in _in_order(problem, bases, fixed):
         looked.known += 1
@@ -156,8 +158,8 @@ def _again_beside(problem: Problem, machine: Machine, plan: Plan, change: Change
 class _Looked:
     """Plans that were looked at, with their quick estimates."""
 
-    def __init__(self, problem: Problem, keep: int) -> None:
-        self._problem, self._keep = problem, keep
+    def __init__(self, problem: Problem, keep: int, below: float) -> None:
+        self._problem, self._keep, self._below = problem, keep, below
         self._is_large = not problem.is_small
         self._best: dict[tuple[int, ...], float] = {}
         self._worst, self._least = math.inf, math.inf  # of what would be shown
@@ -171,10 +173,10 @@ class _Looked:
         self, mesh: tuple[int, ...], mb: int, least: float, promise: float = 0.0, offloads: bool = False
     ) -> bool:
         """promise: about the seconds of a step. With something on the host, what is not much slower than the best."""
-        if not self._is_large:
-            return least < self._limit(mesh)
+        if least >= self._below or not self._is_large:
+            return least < min(self._below, self._limit(mesh))
         most = (MOST_OFFLOADS if offloads else 1) * MOST_LOOKED
-        worst = self._least if offloads else self._worst
+        worst = min(self._below, self._least if offloads else self._worst)
         if least >= min(UNEVEN * worst, self._limit(mesh)) or promise >= PROMISING * worst:
             return False
         return self._counts[mesh, mb, offloads] < most
@@ -193,7 +195,7 @@ class _Looked:
         if room <= 0 and (plan.offload or room + sharded.optimizer + sharded.rest <= 0):
             return False
         self._counts[mesh, plan.mb, bool(plan.offload)] += 1
-        limit = self._limit(mesh)
+        limit = min(self._limit(mesh), UNEVEN * self._below)
         seconds, free = StageTimes(self._problem, plan).quick(limit if self._is_large else math.inf)
         if free >= limit and self._is_large:
             return False

@@ -10,18 +10,24 @@ Rates are those of one direction. Pure data; how fast collectives are on it is `
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import accumulate, pairwise
 from typing import Any, cast
 
 from phalanx.errors import ConfigError, nearest
 from phalanx.planning.devices import DEVICES, Device, Figure, find
 
+NETWORK_VARIABLE = "PHALANX_NETWORK"  # what a node of the machines that are here sends to others, as a line says it
 EXAMPLE = "8x8 H100, nvlink 450GB/s, network 400Gb/s"
 MOST_DEVICES = 1_000_000
 _RATES = {"kb": 1e3, "mb": 1e6, "gb": 1e9, "tb": 1e12}
 _LINKS = ("link", "nvlink", "pcie", "xgmi")
 _WORDS = (*_LINKS, "network", "memory", "host", "flops", "bandwidth", "price")
+_OF_DEVICES = ("flops", "bandwidth")
+_RATED = frozenset((*_OF_DEVICES, "link", "network"))  # words about what can be measured as well
+_SOURCE = "the cluster's description"
 _KINDS_OF_WORDS = {"memory": "size", "host": "size", "price": "price"}
 _KIND = re.compile(r"(?:(-?\d{1,18}) ?[x×] ?)?(?:(-?\d{1,18}) ?[x×]? )?\s*(\S.*)")
 
@@ -30,7 +36,8 @@ _KIND = re.compile(r"(?:(-?\d{1,18}) ?[x×] ?)?(?:(-?\d{1,18}) ?[x×]? )?\s*(\S.
 class Nodes:
     """Nodes that are alike. link: bytes/s each way between a device and the others of its node; network: between the
     node and the others. memory: bytes of a device; host: of a whole node, beside its devices, 0 where that is not
-    known. price: of a device and hour; 0 where none is given."""
+    known. price: of a device and hour; 0 where none is given. given: which rates the user said, in whose place nothing
+    that was measured is put."""
 
     count: int
     devices: int
@@ -40,6 +47,7 @@ class Nodes:
     memory: float
     price: float = 0.0
     host: float = 0.0
+    given: frozenset[str] = frozenset()
 
     @property
     def total(self) -> int:
@@ -109,15 +117,29 @@ class Cluster:
             rank -= kind.total
         raise AssertionError("there is no such rank")
 
+    @cached_property
+    def _edges(self) -> list[int]:
+        """Of the kinds: the first rank of each, and the one behind the last."""
+        return list(accumulate((kind.total for kind in self.nodes), initial=0))
+
     def kinds_of(self, ranks: range) -> tuple[Nodes, ...]:
         """The kinds of nodes that consecutive ranks lie on."""
-        found: list[Nodes] = []
-        start = 0
-        for kind in self.nodes:
-            if ranks.start < start + kind.total and start < ranks.stop:
-                found.append(kind)
-            start += kind.total
-        return tuple(found)
+        return tuple(self.nodes[number] for number in self.numbers_of(ranks))
+
+    def numbers_of(self, ranks: range) -> tuple[int, ...]:
+        """Which of the kinds they are."""
+        edges = enumerate(pairwise(self._edges))
+        return tuple(number for number, (start, end) in edges if ranks.start < end and start < ranks.stop)
+
+    def together(self, numbers: tuple[int, ...]) -> Nodes:
+        """What ranks on nodes of these kinds get when they act together."""
+        if numbers not in self._together:
+            self._together[numbers] = slowest([self.nodes[number] for number in numbers])
+        return self._together[numbers]
+
+    @cached_property
+    def _together(self) -> dict[tuple[int, ...], Nodes]:
+        return {}
 
     def scaled(self, factor: int) -> Cluster:
         """With so many times the nodes."""
@@ -128,16 +150,38 @@ class Cluster:
         return " + ".join(f"{kind}{_differences(kind)}" for kind in self.nodes)
 
 
+def slowest(kinds: Sequence[Nodes]) -> Nodes:
+    """Nodes that are in every respect as the worst of several kinds, since ranks on all of these act together. Of the
+    network a device's share counts, and of main memory too, where that is known of a kind."""
+    if len(kinds) == 1:
+        return kinds[0]
+    devices = min(kind.devices for kind in kinds)
+    device, *_ = sorted((kind.device for kind in kinds), key=lambda device: device.flops.value)
+    memory, bandwidth, host = (
+        min((kind.device.figures[name] for kind in kinds), key=lambda figure: figure.value)
+        for name in ("memory", "bandwidth", "host")
+    )
+    shares = [kind.host / kind.devices for kind in kinds if kind.host]
+    return Nodes(
+        sum(kind.count for kind in kinds), devices, replace(device, memory=memory, bandwidth=bandwidth, host=host),
+        min(kind.link for kind in kinds), devices * min(kind.network / kind.devices for kind in kinds),
+        min(kind.memory for kind in kinds), host=devices * min(shares, default=0.0),
+    )  # fmt: skip
+
+
 def _differences(kind: Nodes) -> str:
     usual, found = kind.device, ""
+    said = kind.given if usual.name in DEVICES else frozenset[str]()  # of others a line says nothing
     for word, value, standard in (
         ("link", kind.link, usual.link.value),
         ("network", kind.network, usual.network.value),
     ):
-        found += f" {word} {value / 1e9:g}GB/s" if value != standard else ""
+        found += f" {word} {value / 1e9:g}GB/s" if value != standard or word in said else ""
     if kind.memory != usual.memory.value:
         found += f" memory {kind.memory / 1e9:g}GB"
     found += f" host {kind.host / 1e9:g}GB" if kind.host else ""
+    found += f" flops {usual.flops.value:g}".replace("e+", "e") if "flops" in said else ""
+    found += f" bandwidth {usual.bandwidth.value / 1e9:g}GB/s" if "bandwidth" in said else ""
     return found + (f" price {kind.price:g}" if kind.price else "")
 
 
@@ -147,6 +191,8 @@ def _kind(text: str, general: Mapping[str, float]) -> Nodes:
     if match is None:
         raise ConfigError(f"cluster: {text!r} is not a kind of nodes", f"write for example {EXAMPLE}")
     first, second, name = match.groups()
+    if re.fullmatch(r"[\d x×]+", name):
+        raise ConfigError(f"cluster: {text!r} says how many devices, and not which", f"write for example {text} H100")
     # `8 H100` is one node of eight; `8x8 H100` eight of them; `8xH100` is read as `8 H100`.
     nodes, devices = (first, second) if first and second else ("1", first or second or "1")
     device = find(name)
@@ -171,12 +217,12 @@ def _kind_of_row(row: object, general: Mapping[str, float]) -> Nodes:
 
 def _device(name: str, values: Mapping[str, float]) -> Device:
     """A known one, or one that the file describes."""
-    needed = ("flops", "bandwidth", "memory", "link")
+    needed = (*_OF_DEVICES, "memory", "link")
     if name in DEVICES or any(key not in values for key in needed):
         return find(name)
-    memory, flops, bandwidth, link = (Figure(values[key], "the cluster's file", "given") for key in
+    memory, flops, bandwidth, link = (Figure(values[key], _SOURCE, "given") for key in
                                       ("memory", "flops", "bandwidth", "link"))  # fmt: skip
-    network = Figure(values.get("network", link.value), "the cluster's file", "given")
+    network = Figure(values.get("network", link.value), _SOURCE, "given")
     return Device(name, memory, flops, bandwidth, link, "link", network, 8)
 
 
@@ -184,10 +230,12 @@ def _nodes(text: str, count: int, devices: int, device: Device, values: Mapping[
     for number, what in ((count, "nodes"), (devices, "devices")):
         if number < 1:
             raise ConfigError(f"cluster: {text!r} has no {what}", f"write for example {EXAMPLE}")
+    own = {word: Figure(values[word], _SOURCE, "given") for word in _OF_DEVICES if word in values}
+    device = replace(device, **own)
     return Nodes(
         count, devices, device, values.get("link", device.link.value), values.get("network", device.network.value),
         values.get("memory", device.memory.value), values.get("price", 0.0),
-        values.get("host", 0.0),
+        values.get("host", 0.0), frozenset(_RATED & values.keys()),
     )  # fmt: skip
 
 
@@ -211,6 +259,17 @@ def _values(given: Mapping[str, object]) -> dict[str, float]:
             )
         found[word] = _number(name, str(value).strip())
     return found
+
+
+def stated_network(variables: Mapping[str, str]) -> float | None:
+    """bytes/s each way of a node that is here, where the environment says it."""
+    if not (text := variables.get(NETWORK_VARIABLE)):
+        return None
+    try:
+        return _number("network", text)
+    except ConfigError as error:
+        message = error.message.removeprefix("cluster: network ")
+        raise ConfigError(f"environment variable {NETWORK_VARIABLE}: {message}", error.hint) from None
 
 
 def _number(word: str, text: str) -> float:

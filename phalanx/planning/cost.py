@@ -31,16 +31,16 @@ class Software:
     products, attention: shares of a device's FLOP/s. small: rows, or a side, of a matrix with which products reach half
     of that. odd: of that, where a side is not a multiple of 8. memory: of its bandwidth. passes, between, scores: times
     that element-wise work goes over what it moves inside units, between them, and in attention. launch: seconds that a
-    host takes to start a unit's forward; call: to start a collective. link, network: shares of bandwidths. *_latency:
-    seconds of one hop. behind_weights: of a backward's sums over tensor-parallel ranks, the share that travels behind
-    weight gradients. hidden: of the backward of a last micro-batch, the share behind which gradients are reduced.
-    messages: of messages between stages, the share that is waited for. contention: seconds that computation loses for
-    each of communication beneath it. step, micro_batch: seconds besides. gradient: bytes of a parameter's gradient sum,
-    kept and reduced; logits: of each logit, where tensor-parallel ranks all have them whole. reserved: bytes that
-    libraries keep of a device's memory; slack: share of the rest that an allocator cannot use. host_updates: parameters
-    that the host updates in a second for each device (3.8e9 measured on 16 cores). host_copies: bytes/s each
-    way that the memory of a node reaches. host_memory: of a device's own memory, how many times as much it may use of
-    its host's.
+    host takes to start a unit's forward; call: to start a collective. link, network: shares of bandwidths that sums
+    reach; *gathers, *sends: times that, gathers and messages. *_latency: seconds of one hop. behind_weights: of a
+    backward's sums over tensor-parallel ranks, the share that travels behind weight gradients. hidden: of the backward
+    of a last micro-batch, the share behind which gradients are reduced. messages: of messages between stages, the share
+    that is waited for. contention: seconds that computation loses for each of communication beneath it. step,
+    micro_batch: seconds besides. gradient: bytes of a parameter's gradient sum, kept and reduced; logits: of each
+    logit, where tensor-parallel ranks all have them whole. reserved: bytes that libraries keep of a device's memory;
+    slack: share of the rest that an allocator cannot use. host_updates: parameters that the host updates in a second
+    for each device (3.8e9 measured on 16 cores). host_copies: bytes/s each way that the memory of a node reaches.
+    host_memory: of a device's own memory, how many times as much it may use of its host's.
     """
 
     products: float = 0.72
@@ -57,6 +57,10 @@ class Software:
     network: float = 0.75
     link_latency: float = 4e-6
     network_latency: float = 1.5e-5
+    gathers: float = 1.0
+    sends: float = 1.0
+    network_gathers: float = 1.0
+    network_sends: float = 1.0
     behind_weights: float = 0.8
     hidden: float = 0.8
     messages: float = 1.0
@@ -116,26 +120,24 @@ def _launched(busy: float, launch: float, meets: bool) -> float:
 
 
 class Machine:
-    """Devices of one kind as software uses them, under the mesh of a plan."""
+    """Devices as software uses them, under the mesh of a plan: those of one place in its pipeline."""
 
     def __init__(
-        self, nodes: Nodes, software: Software, plan: Plan, samples: int, slowest: Nodes | None = None, number: int = 0
-    ) -> None:
-        """samples: of a micro-batch. slowest: whose links hold collectives back, where several kinds take part.
-        number: of its kind in the cluster."""
-        self.nodes, self.software, self.plan, self.samples, self.number = nodes, software, plan, samples, number
-        meets = slowest or nodes
-        self.links = Links(
-            meets.link * software.link, meets.network * software.network, nodes.devices, software.link_latency,
-            software.network_latency,
-        )  # fmt: skip
+        self, nodes: Nodes, software: Software, plan: Plan, samples: int, kinds: tuple[int, ...] = (),
+        to: Nodes | None = None,
+    ) -> None:  # fmt: skip
+        """nodes: of several kinds the slowest in every respect. samples: of a micro-batch. kinds: which of the
+        cluster's they are. to: the same of this place and the next together, between which messages go."""
+        self.nodes, self.software, self.plan, self.samples, self.kinds = nodes, software, plan, samples, kinds
+        self.to = to or nodes
+        self.links = _links(nodes, software)
 
     @cached_property
     def key(self) -> tuple[object, ...]:
         """What the seconds and bytes of a block depend on, beside the block."""
         plan, shared = self.plan, self.plan.mb if self.plan.pairs else 0
         split = plan.tp, plan.sequence, plan.saves, plan.degrees
-        return self.number, split, self.samples, plan.overlap, shared, self.parts
+        return self.kinds, split, self.samples, plan.overlap, shared, self.parts
 
     @cached_property
     def budget(self) -> float:
@@ -203,7 +205,7 @@ class Machine:
         # Attention's own backward computes two and a half times what its forward does, and element-wise work reads
         # gradients beside what was kept.
         backward = products + 2.5 * attention + 2 * moved + weights
-        return products + attention + moved + weights, backward, products + weights
+        return products + attention + moved + weights, backward, work.learns * (products + weights)
 
     def _is_measured(self, work: BlockWork) -> bool:
         return bool(work.times) and not self.plan.slices
@@ -301,8 +303,9 @@ class Machine:
         """From a stage to the next, of `size` bytes that cross for one sample: of one part of a micro-batch."""
         plan = self.plan
         parts = self.parts * (plan.tp if plan.sequence else 1)
-        is_near = plan.pp * plan.dp * plan.tp <= self.nodes.devices
-        return send(self.links, size * self.samples / parts, is_near)
+        is_near = plan.pp * plan.dp * plan.tp <= self.to.devices
+        links = self.links if self.to is self.nodes else _links(self.to, self.software)
+        return send(links, size * self.samples / parts, is_near)
 
     # What replicas do, of so many parameters.
 
@@ -355,15 +358,23 @@ def update_bytes(width: float, state: float) -> float:
     return 2 * (width + state) + max(4.0, width)
 
 
+def _links(nodes: Nodes, software: Software) -> Links:
+    return Links(
+        nodes.link * software.link, nodes.network * software.network, nodes.devices, software.link_latency,
+        software.network_latency, software.gathers, software.sends, software.network_gathers, software.network_sends,
+    )  # fmt: skip
+
+
 def machines(cluster: Cluster, software: Software, plan: Plan, samples: int) -> list[Machine]:
-    """One for each place in the pipeline: the slowest kind of node among its ranks."""
+    """One for each place in the pipeline, with the links of the nodes that its groups touch: those of tensor-parallel
+    ranks and of replicas lie inside a place, and messages go from one to the next."""
+    if len(cluster.nodes) == 1:
+        return [Machine(cluster.nodes[0], software, plan, samples)] * plan.pp
     ranks = plan.dp * plan.tp
-    slowest = min(cluster.nodes, key=lambda kind: (kind.network, kind.link))
-    made = [Machine(kind, software, plan, samples, slowest, place) for place, kind in enumerate(cluster.nodes)]
-    if len(made) == 1:
-        return made * plan.pp
-    found: list[Machine] = []
-    for place in range(plan.pp):
-        kinds = cluster.kinds_of(range(place * ranks, (place + 1) * ranks))
-        found.append(min((one for one in made if one.nodes in kinds), key=lambda one: one.nodes.device.flops.value))
-    return found
+    own = [cluster.numbers_of(range(place * ranks, (place + 1) * ranks)) for place in range(plan.pp)]
+    after = [*own[1:], own[0] if plan.v > 1 and plan.schedule != "zb-v" else own[-1]]
+    made: dict[tuple[tuple[int, ...], tuple[int, ...]], Machine] = {}
+    for kinds, to in dict.fromkeys(zip(own, after, strict=True)):
+        both = cluster.together(tuple(sorted({*kinds, *to})))
+        made[kinds, to] = Machine(cluster.together(kinds), software, plan, samples, kinds, both)
+    return [made[pair] for pair in zip(own, after, strict=True)]

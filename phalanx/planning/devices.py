@@ -50,7 +50,7 @@ class Device:
 
     @property
     def figures(self) -> dict[str, Figure]:
-        names = ("memory", "flops", "bandwidth", "link", "network")
+        names = ("memory", "flops", "bandwidth", "link", "network", "host")
         return {name: getattr(self, name) for name in names}
 
 

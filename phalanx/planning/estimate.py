@@ -43,11 +43,13 @@ PARTS = (
 
 @dataclass(frozen=True)
 class Estimate:
-    """parts: where the seconds of a step go, as the busiest place in the pipeline sees them. memory: of each place, by
-    component; budget: what each has. on_host, host_budget: the same of the memory of its host, for each device."""
+    """cluster: the devices that take part. parts: where the seconds of a step go, as the busiest place in the pipeline
+    sees them. memory: of each place, by component; budget: what each has. on_host, host_budget: the same of the memory
+    of its host, for each device."""
 
     plan: Plan
     batch: int
+    cluster: Cluster
     step_seconds: float
     parts: dict[str, float]
     memory: tuple[dict[str, float], ...]
@@ -106,8 +108,13 @@ class Estimate:
         return self.lacks <= 0 and self.lacks_on_host <= 0
 
     @property
+    def dollars(self) -> float:
+        """Of a step."""
+        return self.price / 3600 * self.step_seconds
+
+    @property
     def dollars_per_million_tokens(self) -> float:
-        return self.price / 3600 / self.tokens_per_second * 1e6
+        return self.dollars / self.tokens * 1e6
 
 
 def estimate(model: ModelWork, plan: Plan, cluster: Cluster, software: Software, batch: int) -> Estimate:
@@ -122,7 +129,7 @@ def estimate(model: ModelWork, plan: Plan, cluster: Cluster, software: Software,
     hosted = [host_bytes(model, plan, place, samples, rungs, software.gradient) for place in range(plan.pp)]
     peak = sum(kind.total * kind.device.flops.value for kind in cluster.nodes) / cluster.world * plan.world
     return Estimate(
-        plan, batch, sum(parts.values()), parts, tuple(used), tuple(place.budget for place in places),
+        plan, batch, cluster, sum(parts.values()), parts, tuple(used), tuple(place.budget for place in places),
         model.tokens * batch, model.flops * batch, peak, cluster.price * plan.world / cluster.world, tuple(hosted),
         tuple(place.host_memory for place in places),
     )  # fmt: skip
@@ -177,9 +184,9 @@ def loads_of(model: ModelWork, plan: Plan) -> list[Load]:
 
 def parts_of(model: ModelWork, plan: Plan, places: Sequence[Machine], loads: Sequence[Load]) -> dict[str, float]:
     """Where the seconds of a step go. Places that hold as many of the same blocks take as long."""
-    known: dict[tuple[int, Load], Place] = {}
+    known: dict[tuple[tuple[int, ...], Load], Place] = {}
     for machine, load in zip(places, loads, strict=True):
-        if (machine.number, load) not in known:
+        if (machine.kinds, load) not in known:
             moved = moved_share(plan, sum(n for (kind, _), n in load.counts if model.classes[kind].is_layer))
             own = [
                 times(machine.seconds(work, rung, moved if work.is_layer else 0.0), n)
@@ -187,8 +194,8 @@ def parts_of(model: ModelWork, plan: Plan, places: Sequence[Machine], loads: Seq
                 for work in (model.classes[kind],)
             ]
             held = load.parameters, load.largest, load.copied
-            known[machine.number, load] = timed_place(model, plan, machine, add(own), *held)
-    timed = [known[machine.number, load] for machine, load in zip(places, loads, strict=True)]
+            known[machine.kinds, load] = timed_place(model, plan, machine, add(own), *held)
+    timed = [known[machine.kinds, load] for machine, load in zip(places, loads, strict=True)]
     longest = longest_slice(model, plan, places[0])
     return step_parts(plan, timed, message_seconds(model, plan, places), places[0].software, longest)
 
@@ -214,16 +221,19 @@ def timed_place(
     reduce = machine.reduce_seconds(single) + sum(
         machine.reduce_seconds(model.trained * own.elements, own.copies) for own in copied
     )
-    per_micro_batch = reduce if plan.reduces == "micro-batch" else 0.0
-    waits = 0.0
+    # Of a single micro-batch, gradients are reduced beneath the same backward whatever a plan calls that.
+    is_each = plan.reduces == "micro-batch" or (plan.gathers == "micro-batch" and plan.mb == 1)
+    per_micro_batch = reduce if is_each else 0.0
+    waits, left = 0.0, behind  # left: of the last backward, what no gathering is beneath
     if plan.gathers == "micro-batch":
         gathered = plan.v * machine.gather_seconds(parameters / plan.v, width)
         waits += beneath(gathered, hidden * seconds.forward, contention)
         per_micro_batch += gathered
+        left = max(0.0, behind - gathered)
     waits += beneath(per_micro_batch, behind, contention)
     once = machine.gather_seconds(parameters, width) if plan.gathers == "step" else 0.0
     last = machine.reduce_seconds(model.trained * largest)
-    tail = last if per_micro_batch else max(min(reduce, last), beneath(reduce, behind, contention))
+    tail = last if is_each and reduce else max(min(reduce, last), beneath(reduce, left, contention))
     update = machine.update_seconds(learning, width, model.state_width, hosted_share(model, plan)) + once
     fetch = 0.0
     if plan.hosts_parameters:

@@ -4,16 +4,18 @@ say about pipelines and tensor parallelism. Everything follows from estimates.""
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from phalanx.errors import PlanError
 from phalanx.plan.plan import AXES, Plan
 from phalanx.planning.cluster import Cluster, Nodes
 from phalanx.planning.cost import Machine, Software
+from phalanx.planning.devices import GIB
 from phalanx.planning.estimate import Estimate
-from phalanx.planning.search import search
+from phalanx.planning.parts import left_out
+from phalanx.planning.problem import Problem
+from phalanx.planning.search import Found, better
 from phalanx.planning.work import ModelWork
 
 _WORDS = {
@@ -25,13 +27,48 @@ _WORDS = {
 }  # fmt: skip
 
 
-def why_lost(best: Estimate, other: Estimate) -> str:
-    """One line: what of a step takes longer than in the best plan."""
+def why_lost(best: Estimate, other: Estimate, objective: str = "time") -> str:
+    """One line: what it lacks where it does not fit, else what of a step takes longer than in the best plan."""
+    slower = _more(other.step_seconds / best.step_seconds, "slower", "faster")
+    if not other.fits:
+        return f"does not fit: {_lacks(other)}; {slower} if it did"
+    if objective == "cost":
+        return f"{_more(other.dollars / best.dollars, 'dearer', 'cheaper')}: {slower} on {_devices(other.cluster)}"
+    is_slower = other.step_seconds >= best.step_seconds
     more = {part: other.parts[part] - best.parts[part] for part in best.parts}
-    worst = sorted(more, key=lambda part: more[part], reverse=True)[:2]
-    slower = other.step_seconds / best.step_seconds - 1
-    shown = [f"{_WORDS[part]} +{more[part] / best.step_seconds:.1%}" for part in worst if more[part] > 0]
-    return f"{slower:.1%} slower: {', '.join(shown) or 'nothing stands out'}"
+    worst = sorted(more, key=lambda part: more[part], reverse=is_slower)[:2]
+    shown = [f"{_WORDS[part]} {more[part] / best.step_seconds:+.1%}" for part in worst if (more[part] > 0) == is_slower]
+    return f"{slower}: {', '.join(shown) or 'nothing stands out'}"
+
+
+def _more(ratio: float, more: str, less: str) -> str:
+    return f"{ratio - 1:.1%} {more}" if ratio >= 1 else f"{1 - ratio:.1%} {less}"
+
+
+def _devices(cluster: Cluster) -> str:
+    return f"{cluster.world} device{'s' * (cluster.world > 1)}"
+
+
+def _lacks(own: Estimate) -> str:
+    """What of memory, of a plan that does not fit."""
+    device = f"{own.lacks / GIB:.1f} GiB too much at place {own.fullest} of the pipeline"
+    host = f"{own.lacks_on_host / GIB:.1f} GiB of main memory are missing at place {own.fullest_host}"
+    return " and ".join([device] * (own.lacks > 0) + [host] * (own.lacks_on_host > 0))
+
+
+def what_is_left_out(cluster: Cluster, found: Found, objective: str = "time") -> str:
+    """Where the best plan is for a part of the cluster: which devices have none, and what that brings; else empty."""
+    best, whole = found.plans[0], found.whole
+    out = left_out(cluster, best.cluster)
+    if not out:
+        return ""
+    if whole is None:
+        return f"leaves out {out}: no plan for all {_devices(cluster)} fits"
+    brings = best.tokens_per_second / whole.tokens_per_second
+    words = f"{brings:.2f}× as fast as the best plan for all {_devices(cluster)} ({whole.plan.shown})"
+    if objective == "cost":
+        words = f"{whole.dollars / best.dollars:.2f}× cheaper, and {words}"
+    return f"leaves out {out}: {words}"
 
 
 def what_limits(best: Estimate) -> str:
@@ -47,6 +84,7 @@ def what_limits(best: Estimate) -> str:
 
 
 LOOKED_FOR_HELP = 3  # plans that are worked out for each change of a cluster
+HELPS = 1.03  # times faster: less is not worth a word
 _GRAIN = 64  # tokens that kernels compute together
 
 
@@ -58,27 +96,52 @@ class Help(NamedTuple):
 
 
 def what_helps(
-    model: ModelWork, cluster: Cluster, software: Software, best: Estimate, fixed: Mapping[str, Any] | None = None
-) -> list[Help]:
-    """The most helpful first, each at least so much: the schedule stays. fixed: fields of a plan that are given; with
-    more devices the mesh is open."""
-    kinds = cluster.nodes
-    changes = {"a second node" if cluster.num_nodes == 1 else "twice the nodes": cluster.scaled(2)}
-    changes["twice the memory"] = Cluster(tuple(replace(kind, memory=2 * kind.memory) for kind in kinds))
-    if cluster.num_nodes > 1:
-        changes["twice the network"] = Cluster(tuple(replace(kind, network=2 * kind.network) for kind in kinds))
-    if cluster.per_node > 1:
-        changes["links twice as fast"] = Cluster(tuple(replace(kind, link=2 * kind.link) for kind in kinds))
-    found: list[Help] = []
-    kept = {"schedule": best.plan.schedule, "v": best.plan.v} | dict(fixed or {})
-    for what, changed in changes.items():
-        try:
-            given = {name: v for name, v in kept.items() if changed.world == cluster.world or name not in AXES}
-            other = search(model, changed, software, best.batch, given, keep=1, most=LOOKED_FOR_HELP).plans[0]
-        except PlanError:
-            continue  # a batch that has no sample for so many
-        found.append(Help(what, best.step_seconds / other.step_seconds))
-    return sorted(found, key=lambda help: help.speedup, reverse=True)
+    model: ModelWork, cluster: Cluster, software: Software, found: Found, fixed: Mapping[str, Any] | None = None,
+    objective: str = "time",
+) -> list[Help]:  # fmt: skip
+    """The most helpful first, each at least so much: of the meshes of the plans that were found, for more nodes of
+    those that are twice as long along one axis, and the schedule stays. fixed: fields of a plan that are given; with
+    more devices the mesh is open. Where the best plan leaves devices out, they may also be of use then, but for its
+    cost."""
+    best = found.plans[0]
+    used = [best.cluster, cluster] if objective == "time" and cluster != best.cluster else [best.cluster]
+    seconds: dict[str, float] = {}
+    for own in used:
+        shown = {(it.plan.pp, it.plan.dp, it.plan.tp) for it in found.plans if it.cluster == own}
+        for what, changed in _changes(cluster, own, objective):
+            grown = changed.world // own.world
+            among = {(pp * a, dp * b, tp * c) for pp, dp, tp in shown for a, b, c in _SHARES if a * b * c == grown}
+            kept = {"schedule": best.plan.schedule, "v": best.plan.v} if own == best.cluster else {}
+            kept |= {name: value for name, value in (fixed or {}).items() if grown == 1 or name not in AXES}
+            below = seconds.get(what, best.step_seconds / HELPS)
+            problem = Problem(model, changed, software, best.batch, degrees_given="degrees" in kept)
+            if (other := better(problem, kept, below, among, LOOKED_FOR_HELP)) is not None:
+                seconds[what] = other.step_seconds
+    helps = [Help(what, best.step_seconds / own) for what, own in seconds.items()]
+    return sorted(helps, key=lambda help: help.speedup, reverse=True)
+
+
+_SHARES = ((1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2))  # of pp, dp and tp
+
+
+def _changes(cluster: Cluster, used: Cluster, objective: str) -> Iterator[tuple[str, Cluster]]:
+    """Of all of a cluster, or a part of it that is used."""
+    if objective == "time" and not _has_more(cluster, used):
+        yield ("a second node" if used.num_nodes == 1 else "twice the nodes"), used.scaled(2)
+    yield "twice the memory", _each(used, lambda kind: replace(kind, memory=2 * kind.memory))
+    if used.num_nodes > 1:
+        yield "twice the network", _each(used, lambda kind: replace(kind, network=2 * kind.network))
+    if used.per_node > 1:
+        yield "links twice as fast", _each(used, lambda kind: replace(kind, link=2 * kind.link))
+
+
+def _has_more(cluster: Cluster, used: Cluster) -> bool:
+    """Whether there are more devices like those that are used."""
+    return any(own not in cluster.nodes for own in used.nodes)
+
+
+def _each(cluster: Cluster, change: Callable[[Nodes], Nodes]) -> Cluster:
+    return Cluster(tuple(map(change, cluster.nodes)))
 
 
 def slice_tokens(kind: Nodes, software: Software) -> int:
@@ -90,11 +153,10 @@ def slice_tokens(kind: Nodes, software: Software) -> int:
 
 
 def slice_sentence(cluster: Cluster, software: Software) -> str:
-    kind = min(cluster.nodes, key=lambda kind: kind.device.flops.value)
-    tokens = slice_tokens(kind, software)
+    wanted = {kind.device.name: slice_tokens(kind, software) for kind in cluster.nodes}
+    every = [f"{name} wants slices of {tokens} tokens or more" for name, tokens in wanted.items()]
     return (
-        f"{kind.device.name} wants slices of {tokens} tokens or more, whatever the model: with fewer in one sample, "
-        "products lose over a third of their rate"
+        f"{' and '.join(every)}, whatever the model: with fewer in one sample, products lose over a third of their rate"
     )
 
 

@@ -1,5 +1,6 @@
-"""The best plans for a model on a cluster: every mesh in the order of a limit from below, for each the best stages and
-what each layer computes again, judged by `estimate.py`. Stops where no limit promises better than what is found.
+"""The best plans for a model on a cluster, or on a part of it where that does better: every mesh in the order of a
+limit from below, for each the best stages and what each layer computes again, judged by `estimate.py`. Stops where no
+limit promises better than what is found.
 
 Pure: facts in, plans out, a second for thousands of devices. What the runtime does not have is not in the space.
 """
@@ -8,17 +9,18 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import permutations
 from typing import Any
 
-from phalanx.errors import PlanError
+from phalanx.errors import ConfigError, PlanError, nearest
 from phalanx.plan.plan import Plan
 from phalanx.planning.candidates import UNEVEN, Candidate, mesh_key, plan_of, promising
 from phalanx.planning.cluster import Cluster
 from phalanx.planning.cost import Software
 from phalanx.planning.estimate import Estimate
+from phalanx.planning.parts import least_seconds, parts
 from phalanx.planning.problem import Problem
 from phalanx.planning.space import Base, meshes, variants, with_degrees
 from phalanx.planning.stage_times import StageTimes, worked_out
@@ -32,30 +34,103 @@ MOST_OF_MESH = 5  # plans of one mesh of a model of many blocks that are worked 
 UNFIT = 0.1  # of such a plan, what one counts that fits in no way: that shows soon
 SPLIT = 3  # of the best plans, those that are looked at with units over fewer ranks
 FIRST_OF_MESH = 2  # of which so many before those of slower meshes
+OF_PART = 2  # plans that are shown of a part of a cluster
+WORTH_LEAVING = 1.03  # times better a plan is that leaves devices out
+Judge = Callable[[float, float], float]  # of a plan's seconds, and dollars an hour: less is better
+OBJECTIVES: Mapping[str, Judge] = {
+    "time": lambda seconds, _: seconds,
+    "cost": lambda seconds, price: seconds * price,
+}
 NEAR, FAR = 1.05, 1.3  # times what is found of a mesh: others of it that look slower are not worked out
 
 
 @dataclass(frozen=True)
 class Found:
-    """plans: the best of each mesh (pp, tp, zero), best first. tried: candidates that were worked out; known: all."""
+    """plans: the best of each mesh (pp, tp, zero), best first. tried: candidates that were worked out; known: all.
+    whole: of all plans that leave no device out the best, which is one of these."""
 
     plans: tuple[Estimate, ...]
     tried: int
     known: int
+    whole: Estimate | None = None
 
 
 def search(
     model: ModelWork, cluster: Cluster, software: Software, batch: int, fixed: Mapping[str, Any] | None = None,
-    keep: int = KEEP, most: int = MOST_TRIED, slot: int | None = None,
+    keep: int = KEEP, most: int = MOST_TRIED, slot: int | None = None, objective: str = "time",
+    all_devices: bool = False,
 ) -> Found:  # fmt: skip
     """fixed: fields of a plan that are given. keep: plans to return. most: to work out. slot: samples of every
-    micro-batch, where that is given. A PlanError where none fits."""
-    problem = Problem(model, cluster, software, batch, slot, degrees_given="degrees" in (fixed or {}))
-    bases = list(meshes(problem, fixed or {}))
-    if not bases:
-        raise no_candidates(model, cluster, batch, fixed or {})
-    candidates, known = promising(problem, bases, fixed or {}, keep)
-    if not candidates and fixed:
+    micro-batch, where that is given. objective: a step's `time` or `cost`. all_devices: none is left out; otherwise
+    plans may be for a part of the cluster, as each of them says. A PlanError where none fits."""
+    judge, given = _judge(objective, cluster), fixed or {}
+    problem = Problem(model, cluster, software, batch, slot, "degrees" in given)
+    whole = _on_all(problem, given, keep, most)
+    every, tried, known = list(whole.plans), whole.tried, whole.known
+    for found in [] if all_devices else _on_parts(problem, whole, given, min(keep, OF_PART), most, judge):
+        every, tried, known = [*every, *found.plans], tried + found.tried, known + found.known
+    if not every:
+        raise nothing_fits(problem, given)
+    best = sorted(every, key=lambda own: judge(own.step_seconds, own.price))[:keep]
+    if whole.plans and whole.plans[0] not in best and keep > 1:
+        best[-1] = whole.plans[0]
+    return Found(tuple(best), tried, known, whole.whole)
+
+
+def _on_parts(
+    problem: Problem, whole: Found, fixed: Mapping[str, Any], keep: int, most: int, judge: Judge
+) -> Iterator[Found]:
+    """What is found on each part of a cluster that is better than all that was found before: worth leaving devices
+    out."""
+    best = min((judge(own.step_seconds, own.price) for own in whole.plans), default=math.inf)
+    for part in parts(problem.cluster):
+        own = replace(problem, cluster=part)
+        below = best / WORTH_LEAVING / judge(1.0, part.price)
+        if least_seconds(own.model, part, own.software, own.batch, own.slot) >= below:
+            continue
+        found = _on_all(own, fixed, keep, most, below)
+        better = tuple(each for each in found.plans if each.step_seconds < below)
+        best = judge(better[0].step_seconds, part.price) if better else best
+        yield replace(found, plans=better)
+
+
+def faster_part(problem: Problem, best: Estimate, fixed: Mapping[str, Any]) -> Estimate | None:
+    """A plan that leaves devices out and is faster than the best one that does not; None where there is none."""
+    found = _on_parts(problem, Found((best,), 0, 0), fixed, 1, MOST_TRIED, OBJECTIVES["time"])
+    return min((own for each in found for own in each.plans), key=_seconds, default=None)
+
+
+def _judge(objective: str, cluster: Cluster) -> Judge:
+    if objective not in OBJECTIVES:
+        raise ConfigError(f"option objective = {objective!r} is not one of {', '.join(OBJECTIVES)}",
+                          nearest(objective, OBJECTIVES))  # fmt: skip
+    free = ", ".join(str(kind) for kind in cluster.nodes if not kind.price)
+    if objective == "cost" and free:
+        message = f"option objective = cost needs what devices cost, and the cluster has no price for {free}"
+        raise ConfigError(message, "write for example `8x8 H100, price 2.5`: of a device and hour; or leave it out")
+    return OBJECTIVES[objective]
+
+
+def better(
+    problem: Problem, fixed: Mapping[str, Any], below: float, among: Container[tuple[int, int, int]], most: int
+) -> Estimate | None:
+    """The best plan that takes less than so many seconds, of those whose (pp, dp, tp) are `among` these; None where
+    there is none."""
+    found = _on_all(problem, fixed, 1, most, below, among).plans
+    return found[0] if found and found[0].step_seconds < below else None
+
+
+def _on_all(
+    problem: Problem, fixed: Mapping[str, Any], keep: int, most: int, below: float = math.inf,
+    among: Container[tuple[int, int, int]] | None = None,
+) -> Found:  # fmt: skip
+    """Without plans where none fits or is below. A PlanError where no plan has a part for every device, or none goes
+    with what is given."""
+    bases = list(meshes(problem, fixed, among))
+    if not bases and math.isinf(below):
+        raise no_candidates(problem.model, problem.cluster, problem.batch, fixed)
+    candidates, known = promising(problem, bases, fixed, keep, below)
+    if not candidates and fixed and math.isinf(below):
         _require_possible(problem, bases, fixed)
     best: dict[tuple[int, ...], Estimate] = {}
     is_large = not problem.is_small
@@ -82,24 +157,30 @@ def search(
             best[key] = own
             least = min(least, own.step_seconds)
     if not best:
-        raise nothing_fits(problem, fixed or {})
+        return Found((), tried, known)
     first, *others = sorted(best.values(), key=_seconds)[:keep]
     # Of many blocks one is little: only the best plan is polished.
     first = polished(problem, first)
-    if is_large and "degrees" not in (fixed or {}):
-        first = min([first, *_over_fewer_ranks(problem, [first, *others[: SPLIT - 1]], fixed or {})], key=_seconds)
-    return Found((first, *others), tried, known)
+    if is_large:
+        first = min([first, *_over_fewer_ranks(problem, [first, *others[: SPLIT - 1]], fixed)], key=_seconds)
+    return Found((first, *others), tried, known, first)
 
 
 def _over_fewer_ranks(problem: Problem, found: Sequence[Estimate], fixed: Mapping[str, Any]) -> Iterator[Estimate]:
     """The best plans of a model of many blocks, as they are and with twice the tensor-parallel ranks, whose units may
-    be split over fewer than all of these: where that may be better than the best."""
+    be split over fewer than all of these, and whose tokens may be whole between units: where that may be better than
+    the best."""
     for own in (own for own in found if own.plan.schedule != "block-major"):
         plan = replace(own.plan, stages=(), recompute=())
+        is_open = "degrees" not in fixed
         wider = [own for own in _wider(problem, plan) if all(getattr(own, name) == fixed[name] for name in fixed)]
-        for split in (split for wide in (plan, *wider) for split in with_degrees(problem, wide)):
-            if StageTimes(problem, split).quick(found[0].step_seconds).free < found[0].step_seconds:
-                better = worked_out(problem, split)
+        every = [plan, *(wider if is_open else [])]
+        whole = [replace(own, sequence=False) for own in every if own.sequence and not own.save]
+        whole = [] if "sequence" in fixed else whole
+        split = [it for own in (*every, *whole) for it in with_degrees(problem, own)] if is_open else []
+        for other in (*whole, *split):
+            if StageTimes(problem, other).quick(found[0].step_seconds).free < found[0].step_seconds:
+                better = worked_out(problem, other)
                 yield from [better] if better is not None else []
 
 

@@ -5,7 +5,7 @@ state, and what may lie on the host. Each with seconds that no step of it is bel
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import product
 from typing import Any, NamedTuple
@@ -39,19 +39,32 @@ class Base(NamedTuple):
     machine: Machine
 
 
-def meshes(problem: Problem, fixed: Mapping[str, Any]) -> Iterator[Base]:
+def meshes(
+    problem: Problem, fixed: Mapping[str, Any], among: Container[tuple[int, int, int]] | None = None
+) -> Iterator[Base]:
+    """among: the (pp, dp, tp) that are looked at; None: all."""
     model, cluster, batch = problem.model, problem.cluster, problem.batch
     for pp in _allowed(divisors(cluster.world), fixed, "pp"):
         if pp > min(len(model.blocks), MOST_STAGES):
             continue
         for tp in _allowed(divisors(cluster.world // pp), fixed, "tp"):
             dp = cluster.world // pp // tp
+            if among is not None and (pp, dp, tp) not in among:
+                continue
             if tp <= 2 * cluster.per_node and dp <= batch and fixed.get("dp", dp) == dp:
-                sequence = fixed.get("sequence", tp > 1)
+                sequences = _sequences(problem, tp, fixed)
                 for mb in _allowed(_micro_batches(batch // dp, problem.slot), fixed, "mb"):
-                    for overlap, pairs in _ways_to_hide(batch, pp, tp, dp, mb, fixed):
+                    for (overlap, pairs), sequence in product(_ways_to_hide(batch, pp, tp, dp, mb, fixed), sequences):
                         plan = Plan(pp=pp, tp=tp, dp=dp, mb=mb, sequence=sequence, overlap=overlap, pairs=pairs)
                         yield from (base_of(problem, own) for own in _over_fewer_ranks(problem, plan, fixed))
+
+
+def _sequences(problem: Problem, tp: int, fixed: Mapping[str, Any]) -> list[bool]:
+    """Whether tokens are split between units. Of a model of many blocks they are; only the best plans are looked at
+    without in the end."""
+    if "sequence" in fixed:
+        return [fixed["sequence"]]
+    return [tp > 1, False] if tp > 1 and problem.is_small else [tp > 1]
 
 
 def _ways_to_hide(
@@ -211,7 +224,16 @@ def _shardings(plan: Plan, cluster: Cluster, known: Mapping[str, Any]) -> list[d
     found: list[dict[str, Any]] = [{"zero": 0}]
     for degree in degrees:
         found += [{"zero": 1, "zero_degree": degree}, {"zero": 2, "zero_degree": degree}]
-        moments = ("step",) if plan.pairs else ("micro-batch", "step")
-        found += [{"zero": 3, "zero_degree": degree, "gather": gather} for gather in moments]
+        found += [{"zero": 3, "zero_degree": degree, **moments} for moments in _moments(plan, known)]
     given = {name: known[name] for name in SHARDING if name in known}
     return [own | given for own in found if all(own.get(name, value) == value for name, value in given.items())]
+
+
+def _moments(plan: Plan, known: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """When parameters are gathered and gradients reduced under ZeRO 3. Gathered once for a step they take as long as
+    under ZeRO 2, and more memory: only where that is asked for. Reduced once for several micro-batches, gradients take
+    less time and more memory."""
+    found = [] if plan.pairs else [{"gather": "micro-batch"}]
+    if found and plan.mb > 1 and "reduce" not in known:
+        found.append({"gather": "micro-batch", "reduce": "step"})
+    return [*found, {"gather": "step"}] if known.get("zero") == 3 or "gather" in known else found

@@ -73,7 +73,7 @@ class StageTimes:
         held = self._held.get(place)
         if held is None:
             held = self._held[place] = num_held(self._plan, place)
-        key = (machine.number, held, layers, ends)
+        key = (machine.kinds, held, layers, ends)
         if key not in self._times:
             self._times[key] = self._worked_out(place, runs, layers, ends)
         return self._times[key]

@@ -10,7 +10,7 @@ from typing import Any
 from phalanx.errors import PlanError
 from phalanx.plan import fields
 from phalanx.plan.plan import Plan
-from phalanx.plan.rules import OVERLAPS, listed
+from phalanx.plan.rules import OVERLAPS, divisors, listed
 from phalanx.planning.cluster import Cluster, Nodes
 from phalanx.planning.cost import machines
 from phalanx.planning.devices import GIB
@@ -32,9 +32,19 @@ def no_candidates(model: ModelWork, cluster: Cluster, batch: int, fixed: Mapping
         if batch % parts:
             hint += f"; a batch of {-(-batch // parts) * parts} samples can be cut so"
         return PlanError(message, hint)
-    largest = 2 * cluster.per_node * min(len(model.blocks), MOST_STAGES)
     message = f"plan: a batch of {batch} samples is too small for {cluster.world} devices: every replica needs a sample"
-    return PlanError(message, f"use a batch of {-(-cluster.world // largest)} samples or more, or fewer devices")
+    return PlanError(message, f"use a batch of {fewest_replicas(model, cluster)} samples or more, or fewer devices")
+
+
+def fewest_replicas(model: ModelWork, cluster: Cluster) -> int:
+    """Of all plans for these devices: as many go into a pipeline and share its tensors as can."""
+    return min(
+        cluster.world // pp // tp
+        for pp in divisors(cluster.world)
+        if pp <= min(len(model.blocks), MOST_STAGES)
+        for tp in divisors(cluster.world // pp)
+        if tp <= min(2 * cluster.per_node, model.heads or tp)
+    )
 
 
 def _words(fixed: Mapping[str, Any]) -> str:

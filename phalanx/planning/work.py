@@ -104,7 +104,8 @@ class BlockWork:
     keys: elements of its keys and values; where that is not known, as many as there can be. times: what it was seen to
     take on the device that is planned for. head_dim: elements of a head, where its scores are products by themselves;
     logits: that a head puts out; 0 where that is not known. apart: of its attention, so many times the kernels of a
-    unit that are started one by one. parts: its units one by one, where they are known.
+    unit that are started one by one. parts: its units one by one, where they are known. learns: of its parameters, the
+    share that is trained; of the others' products there are no weight gradients.
 
     Of a block whose units a plan splits over fewer than all tensor-parallel ranks (`degrees.py`), further: sums, moves:
     what its ranks exchange instead of `exchanges`, sums in a forward and gathered samples or tokens in a forward and
@@ -130,6 +131,7 @@ class BlockWork:
     logits: float = 0.0
     apart: float = 0.0
     parts: tuple[Unit, ...] = ()
+    learns: float = 1.0
     sums: tuple[Exchange, ...] = ()
     moves: tuple[Exchange, ...] = ()
     copied: tuple[Copied, ...] = ()
@@ -172,7 +174,8 @@ class ModelWork:
     @cached_property
     def flops(self) -> float:
         """Of training one sample, without anything computed again."""
-        return 3 * sum(self.classes[place].products + self.classes[place].attention for place in self.blocks)
+        every = [self.classes[place] for place in self.blocks]
+        return sum((2 + own.learns) * own.products + 3 * own.attention for own in every)
 
     def timed(self, times: Mapping[str, Times]) -> ModelWork:
         """With what blocks were seen to take, by the name of the first one of a class."""

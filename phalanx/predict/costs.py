@@ -81,7 +81,8 @@ def seconds_at(curve: Curve, size: float) -> float:
 
 @dataclass(frozen=True)
 class BucketCosts:
-    """One bucket of parameters as a whole; ranks that shard it hold, or work on, their part of it."""
+    """One bucket of parameters as a whole; ranks that shard it hold, or work on, their part of it. frozen_bytes: of its
+    weights, those that are not trained."""
 
     weight_bytes: int = 0
     gradient_bytes: int = 0
@@ -89,6 +90,11 @@ class BucketCosts:
     moment_bytes: int = 0
     step_seconds: float = 0.0
     host_step_seconds: float = 0.0  # where the host updates it
+    frozen_bytes: int = 0
+
+    @property
+    def trained_bytes(self) -> int:
+        return self.weight_bytes - self.frozen_bytes
 
 
 @dataclass(frozen=True)

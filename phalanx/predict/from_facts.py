@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import takewhile
-from typing import NamedTuple
 
 from phalanx.expressions import evaluate
 from phalanx.model.facts.facts import DTYPE_BYTES, Dims, ModelFacts, TensorFacts, load
 from phalanx.plan.plan import Plan
 from phalanx.predict.costs import TOKENS, BucketCosts, Costs, Link
-from phalanx.predict.split_facts import Split, SplitFacts, Splits, read_all, splits_path
+from phalanx.predict.split_facts import Split, SplitFacts, splits_of
+from phalanx.predict.update import ADAMW, TrainingBytes, Update
 from phalanx.program.shape import Backward, BlockOp, ModelShape
 
 FLOPS_PER_S = 1e14  # what one recent data-centre GPU reaches in bfloat16 training
@@ -38,34 +38,21 @@ class Device:
     host_memory_bytes_per_s: float = 1e11
 
 
-class TrainingBytes(NamedTuple):
-    """Bytes that training keeps of each parameter beside it: the sum of its gradients, its master, and what AdamW knows
-    of it."""
-
-    gradient: int
-    master: int
-    moments: int
-
-    @staticmethod
-    def of(dtype: str, master_weights: bool = True) -> TrainingBytes:
-        """As the option of that name says, weights narrower than float32 have masters, and these the moments."""
-        width = DTYPE_BYTES[dtype]
-        wide = max(4, width)
-        has_masters = master_weights and width < wide
-        return TrainingBytes(wide, wide if has_masters else 0, 2 * (wide if has_masters else width))
-
-
 def costs_of_facts(
     facts: SplitFacts, shape: ModelShape, dims: Dims, device: Device, sum_bytes: SumBytes = float,
-    master_weights: bool = True,
+    update: Update = ADAMW,
 ) -> Costs:  # fmt: skip
-    """Costs of one micro-batch of `dims`, the largest, on the first tensor-parallel rank. The gradients of inputs and
-    those of weights take as long as the forward. shape: one of those of the facts. sum_bytes: as a plan has it."""
-    forward, kept = block_seconds(shape, dims, device), TrainingBytes.of(facts.dtype, master_weights)
+    """Costs of one micro-batch of `dims`, the largest, on the first tensor-parallel rank. The gradients of inputs and,
+    as far as these are trained, those of weights take as long as the forward. shape: one of those of the facts.
+    sum_bytes: as a plan has it."""
+    forward, kept = block_seconds(shape, dims, device), TrainingBytes.of(facts.dtype, update)
+    frozen = facts.frozen or (0,) * len(facts.elements)
     return Costs(
-        forward=forward, backward=forward, weight=forward,
+        forward=forward, backward=forward,
+        weight=tuple(facts.learns(block) * own for block, own in enumerate(forward)),
         buckets=tuple(
-            bucket_costs(size, DTYPE_BYTES[facts.dtype], kept, device, sum_bytes) for size in facts.elements
+            bucket_costs(size, DTYPE_BYTES[facts.dtype], kept, device, sum_bytes, still)
+            for size, still in zip(facts.elements, frozen, strict=True)
         ),
         message_link=device.link, group_link=device.link, host_link=device.host_link, dims=dims,
         element_bytes=DTYPE_BYTES[facts.dtype],
@@ -96,15 +83,17 @@ def block_seconds(shape: ModelShape, dims: Dims, device: Device) -> tuple[float,
 
 
 def bucket_costs(
-    size: int, width: int, kept: TrainingBytes, device: Device, sum_bytes: SumBytes = float
+    size: int, width: int, kept: TrainingBytes, device: Device, sum_bytes: SumBytes = float,
+    frozen: int = 0,
 ) -> BucketCosts:  # fmt: skip
-    """size: parameters, each of `width` bytes."""
-    sums = size * int(sum_bytes(kept.gradient))
-    costs = BucketCosts(size * width, sums, size * kept.master, size * kept.moments)
+    """size: parameters, each of `width` bytes, of which so many are frozen."""
+    own = size - frozen
+    sums = own * int(sum_bytes(kept.gradient))
+    costs = BucketCosts(size * width, sums, own * kept.master, own * kept.moments, frozen_bytes=frozen * width)
     # Everything is read, and all but the gradients is written.
     state = costs.master_bytes + costs.moment_bytes
-    moved = 2 * (costs.weight_bytes + state) + costs.gradient_bytes
-    exact = 0 if kept.master else size * width  # without masters the host has the weights themselves
+    moved = 2 * (costs.trained_bytes + state) + costs.gradient_bytes
+    exact = 0 if kept.master else costs.trained_bytes  # without masters the host has the weights themselves
     on_host = 2 * (exact + state) + costs.gradient_bytes
     return replace(
         costs,
@@ -116,10 +105,9 @@ def bucket_costs(
 def shipped(facts: ModelFacts, plan: Plan) -> SplitFacts | None:
     """Of a model whose facts are shipped; None where nothing is about such a plan. Where facts of blocks are all there
     are, they stand for a model that is not split: eager, and without what segments need while they run."""
-    path, wanted = splits_path(facts.name), Split.of(plan)
-    if load(facts.name) != facts:
+    if load(facts.name, facts.dtype) != facts:
         return None
-    found = read_all(path.read_text(encoding="utf-8")) if path.is_file() else Splits({"splits": ()})
+    found, wanted = splits_of(facts.name, facts.dtype), Split.of(plan)
     # Where a unit can be split, allowing that it is not changes nothing.
     known = found.get(wanted) or found.get(replace(wanted, replicate=False))
     return known or (_of_blocks(facts, wanted) if plan.tp == 1 else None)

@@ -107,7 +107,7 @@ class Sizes:
 
     def _part_beside(self, bucket: int) -> int:
         costs, parts = self.buckets[bucket], self.plan.shards * chunks_of(self.plan, self.shape, bucket)
-        moving = costs.master_bytes + costs.moment_bytes + costs.gradient_bytes + costs.weight_bytes
+        moving = costs.master_bytes + costs.moment_bytes + costs.gradient_bytes + costs.trained_bytes
         return -(-moving // parts)
 
     def _evaluate(self, value: Value) -> int:
@@ -143,7 +143,7 @@ class Sizes:
         if not op and not is_alone:
             return self(value)
         costs = self.buckets[int(bucket)]
-        return min(self(value), self(value) * costs.weight_bytes // max(1, costs.gradient_bytes))
+        return min(self(value), self(value) * costs.trained_bytes // max(1, costs.gradient_bytes))
 
     def _of_bucket(self, value: Value) -> int:
         bucket, _, op = value.what.partition("/")

@@ -17,6 +17,7 @@ from phalanx.predict.from_facts import Device, costs_of_facts, shipped
 from phalanx.predict.simulate import seconds_among_others, simulate
 from phalanx.predict.split_facts import SplitFacts
 from phalanx.predict.timeline import Timeline
+from phalanx.predict.update import ADAMW, Update
 from phalanx.program.compile import CompiledPlan, compile_plan
 
 _SEE_LATER_TOKENS = ("masked-lm", "image-classification")
@@ -40,12 +41,12 @@ class Prediction:
 
 def predict(
     facts: ModelFacts, plan: str, ranks: int | None, batch: int, dims: dict[str, int], device: Device,
-    describe: Callable[[Plan], SplitFacts] | None = None, compiled: bool = True, master_weights: bool = True,
+    describe: Callable[[Plan], SplitFacts] | None = None, compiled: bool = True, update: Update = ADAMW,
 ) -> Prediction:  # fmt: skip
     """Completes the plan, compiles it and simulates a step of a batch of `dims`.
 
     describe: from the graph, what is not shipped about the model under a plan. compiled: segments are compiled, as on
-    GPUs, and so keep less. master_weights: as the option of a run.
+    GPUs, and so keep less. update: as the options of a run.
     """
     # As a run balances its stages: by arithmetic.
     completed = complete(plan, world=ranks, batch_size=batch, costs=[evaluate(b.flops, dims) for b in facts.blocks])
@@ -61,7 +62,7 @@ def predict(
             "describe it from its graph (phalanx.engine.describe), as `phalanx program` does",
         )
     shape = described.shape(compiled)
-    costs = costs_of_facts(described, shape, part, device, chosen.sum_bytes, master_weights)
+    costs = costs_of_facts(described, shape, part, device, chosen.sum_bytes, update)
     program = compile_plan(chosen, shape)
     is_fused = compiled and described.compiled is not described.eager
     return Prediction(

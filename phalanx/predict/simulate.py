@@ -217,7 +217,7 @@ class _Issuer:
         parts = chunks_of(compiled.plan, compiled.shape, it.block) * compiled.plan.shards
         bucket = costs.buckets[it.block]
         stays = it.block in fetched_of(compiled.plan, compiled.shape, self.place)
-        back = 0.0 if stays else costs.host_link.send(bucket.weight_bytes / parts)
+        back = 0.0 if stays else costs.host_link.send(bucket.trained_bytes / parts)
         here, moving = compiled.plan.device_updates, bucket.master_bytes + bucket.moment_bytes + bucket.gradient_bytes
         by_device = here * costs.host_link.send(moving / parts) if here else 0.0
         return max((1 - here) * bucket.host_step_seconds / parts, by_device) + back
@@ -305,7 +305,8 @@ class _Issuer:
         assert it.block is not None
         bucket = costs.buckets[it.block]
         if it.op in (Op.GATHER, Op.SHARE):
-            return costs.collective("all_gather", ranks, bucket.weight_bytes)
+            size = bucket.weight_bytes if it.op is Op.GATHER else bucket.trained_bytes
+            return costs.collective("all_gather", ranks, size)
         if it.op is Op.REDUCE and plan.zero:
             return costs.collective("reduce_scatter", ranks, bucket.gradient_bytes)
         return costs.collective("all_reduce", ranks, bucket.gradient_bytes / plan.shards)

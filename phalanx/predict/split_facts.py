@@ -10,14 +10,14 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from functools import lru_cache
-from pathlib import Path
 from typing import Any, cast
 
-from phalanx.model.facts.facts import shipped_path
+from phalanx.model.facts.facts import shipped_text
 from phalanx.plan.fields import Degrees, Policies
 from phalanx.plan.plan import Plan
 from phalanx.program.shape import Backward, BlockOp, ModelShape, Partition
 
+FOLDER = "splits"  # among what is shipped
 TP = (2, 4, 8)  # what is shipped of some models, as far as they can be split so
 Key = tuple[tuple[int, ...], Partition]  # the blocks that use a bucket, and over whom it is summed
 
@@ -55,9 +55,9 @@ class Split:
 
 @dataclass(frozen=True)
 class SplitFacts:
-    """As the first tensor-parallel rank has the model, which never has less than the others; all parameters count as
-    trained. eager, compiled: its shape where operators run one by one, and as a compiler that fuses them leaves it.
-    elements: of each bucket. parameters: elements that each block uses."""
+    """As the first tensor-parallel rank has the model, which never has less than the others. eager, compiled: its shape
+    where operators run one by one, and as a compiler that fuses them leaves it. elements: of each bucket; frozen: of
+    these, () where all are trained, as in all that is shipped. parameters: elements that each block uses."""
 
     split: Split
     dtype: str
@@ -65,14 +65,25 @@ class SplitFacts:
     compiled: ModelShape
     elements: tuple[int, ...]
     parameters: tuple[int, ...]
+    frozen: tuple[int, ...] = ()
+
+    def learns(self, block: int) -> float:
+        """Of the parameters that a block uses, the share that is trained."""
+        shape, used = self.eager, self.parameters[block]
+        if not self.frozen or not used:
+            return 1.0
+        shared = (shape.num_blocks + place for place, users in enumerate(shape.shared) if block in users)
+        return 1 - sum(self.frozen[bucket] for bucket in (block, *shared)) / used
 
     def shape(self, compiled: bool) -> ModelShape:
-        return replace(self.compiled if compiled else self.eager, elements=self.elements)
+        learning = [own - still for own, still in zip(self.elements, self.frozen or [0] * len(self.elements))]
+        return replace(self.compiled if compiled else self.eager, elements=tuple(learning))
 
 
-def splits_path(name: str) -> Path:
-    own = shipped_path(name)
-    return own.parent / "splits" / own.name
+def splits_of(name: str, dtype: str) -> Splits:
+    """All that is shipped of the zoo model of exactly this name in this precision."""
+    text = shipped_text(name, dtype, FOLDER)
+    return Splits({"splits": ()}) if text is None else read_all(text)
 
 
 @lru_cache(maxsize=4)

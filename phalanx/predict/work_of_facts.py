@@ -14,34 +14,38 @@ from phalanx.expressions import evaluate
 from phalanx.model.facts.facts import DTYPE_BYTES, Dims, ModelFacts, fewest_heads
 from phalanx.plan.plan import Plan
 from phalanx.planning.work import BlockWork, Kept, ModelWork, Unit, merged
-from phalanx.predict.from_facts import TrainingBytes, shipped
+from phalanx.predict.from_facts import shipped
 from phalanx.predict.split_facts import SplitFacts
+from phalanx.predict.update import ADAMW, TrainingBytes, Update
 from phalanx.program.shape import ModelShape
 
 Describe = Callable[[Plan], SplitFacts]
 
 
-def work_of_facts(
-    facts: ModelFacts, dims: Dims, describe: Describe | None = None, master_weights: bool = True
-) -> ModelWork:
+def work_of_facts(facts: ModelFacts, dims: Dims, describe: Describe | None = None, update: Update = ADAMW) -> ModelWork:
     """dims: of one batch, whose number of samples does not matter. describe: from the graph, what is not shipped.
-    master_weights: as the option of a run."""
+    update: as the options of a run."""
     one = {**dims, "batch": 1}
-    shapes = {
-        rung: found.compiled
+    known = {
+        rung: found
         for rung, plan in (("none", Plan()), ("light", Plan(recompute=("light",))))
         if (found := shipped_or(facts, plan, describe)) is not None and (rung == "none" or found.split.recompute)
     }
+    shapes, whole = {rung: found.compiled for rung, found in known.items()}, known["none"]
     tied = {name: row.parameters for row in facts.tied for name in row.blocks[1:]}
-    blocks = [_block(facts, number, one, shapes, tied.get(block.name, 0)) for number, block in enumerate(facts.blocks)]
+    blocks = [
+        _block(facts, number, one, shapes, tied.get(block.name, 0), whole.learns(number))
+        for number, block in enumerate(facts.blocks)
+    ]
     classes, places = merged(blocks)
     tokens = facts.tokens_per_sample(one)
     width, heads = DTYPE_BYTES[facts.dtype], fewest_heads(facts.name)
-    kept, causal = TrainingBytes.of(facts.dtype, master_weights), facts.task == "causal-lm"
+    kept, causal = TrainingBytes.of(facts.dtype, update), facts.task == "causal-lm"
     state = float(kept.master + kept.moments)
     return ModelWork(
-        facts.name, classes, places, tokens, facts.num_parameters, width, heads, state=state, causal=causal
-    )
+        facts.name, classes, places, tokens, facts.num_parameters, width, heads,
+        1 - sum(whole.frozen) / facts.num_parameters, state, causal,
+    )  # fmt: skip
 
 
 def shipped_or(facts: ModelFacts, plan: Plan, describe: Describe | None) -> SplitFacts | None:
@@ -50,7 +54,9 @@ def shipped_or(facts: ModelFacts, plan: Plan, describe: Describe | None) -> Spli
     return describe(plan) if describe is not None and not is_whole else found
 
 
-def _block(facts: ModelFacts, number: int, dims: Dims, shapes: dict[str, ModelShape], tied: int) -> BlockWork:
+def _block(
+    facts: ModelFacts, number: int, dims: Dims, shapes: dict[str, ModelShape], tied: int, learns: float
+) -> BlockWork:
     block = facts.blocks[number]
     before = facts.blocks[number - 1].crossing if number else ()
     entering, leaving = (float(sum(t.bytes(dims) for t in crossing)) for crossing in (before, block.crossing))
@@ -65,7 +71,7 @@ def _block(facts: ModelFacts, number: int, dims: Dims, shapes: dict[str, ModelSh
     flops = products_and_attention(*(evaluate(block.flops, own) for own in (dims, longer(dims))))
     seen = BlockNumbers(
         block.name, number == 0, *flops, block.parameters, tied, entering, leaving, units, kept,
-        *_working(shapes["none"], number, dims), DTYPE_BYTES[facts.dtype],
+        *_working(shapes["none"], number, dims), DTYPE_BYTES[facts.dtype], learns,
     )  # fmt: skip
     return block_work(seen)
 
@@ -73,7 +79,8 @@ def _block(facts: ModelFacts, number: int, dims: Dims, shapes: dict[str, ModelSh
 class BlockNumbers(NamedTuple):
     """A block as it was seen, in numbers of one sample. entering, leaving: bytes of what crosses into it and out of it.
     kept: bytes, where nothing is computed again (`none`) and, if that is known, under `light`. working, fixed: bytes
-    that it needs while it runs, of each sample and whatever their number. width: bytes of an element."""
+    that it needs while it runs, of each sample and whatever their number. width: bytes of an element. learns: share of
+    its parameters that is trained."""
 
     name: str
     is_first: bool
@@ -88,6 +95,7 @@ class BlockNumbers(NamedTuple):
     working: float
     fixed: float
     width: int
+    learns: float = 1.0
 
 
 def block_work(seen: BlockNumbers) -> BlockWork:
@@ -106,7 +114,7 @@ def block_work(seen: BlockNumbers) -> BlockWork:
     return BlockWork(
         seen.name, seen.products, seen.attention, seen.parameters, kept, kept["none"], seen.leaving or entering,
         exchanges, units, seen.working, seen.fixed, seen.tied,
-        odd=not units and _is_odd(seen.products, entering, seen.width),
+        odd=not units and _is_odd(seen.products, entering, seen.width), learns=seen.learns,
         keys=2 * entering / seen.width if units else 0.0, parts=seen.units,
     )  # fmt: skip
 

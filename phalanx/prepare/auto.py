@@ -31,11 +31,12 @@ from phalanx.plan.plan import Plan
 from phalanx.planning.cluster import Cluster
 from phalanx.planning.cost import Software
 from phalanx.planning.estimate import Estimate, estimate
-from phalanx.planning.search import search
+from phalanx.planning.problem import Problem
+from phalanx.planning.search import faster_part, search
 from phalanx.planning.work import ModelWork
 from phalanx.prepare.budget import Budget, Fit
 from phalanx.prepare.did_not_fit import NONE_TRIED, Tried
-from phalanx.prepare.here import planned_here
+from phalanx.prepare.here import measure_here, planned_here, to_stderr
 from phalanx.profile.model import times_here
 from phalanx.profile.store import rows_here
 
@@ -134,7 +135,7 @@ def _searched(subject: Subject, context: RankContext) -> Choice:
         raise PlanError("whether samples depend on each other is not known, and the simple plan does not cut batches")
     cluster, software = planned_here(context, config.memory_bytes, config.dtype)
     software = replace(software, slack=1 - subject.tried.share * (1 - software.slack))
-    compiled = _whole(subject, torch.device(context.device))
+    compiled = whole_model(subject, torch.device(context.device))
     if not subject.heads or compiled.formation.facts.slots is None:  # heads, or how elements are updated, are not known
         fixed = {"tp": 1, **fixed}
     if compiled.formation.facts.slots is None:
@@ -154,10 +155,10 @@ def _best(
     """The best plans that this model can run, best first. What `recompute=light` keeps is found out only where
     something has to be computed again."""
     for light in (False, True):
-        work = _work(subject, compiled, cluster.per_node, light)
+        work = work_of(subject, compiled, cluster.per_node, light)
         try:
             found = search(
-                work, cluster, software, subject.config.batch_size, fixed, slot=subject.config.slot
+                work, cluster, software, subject.config.batch_size, fixed, slot=subject.config.slot, all_devices=True
             ).plans  # fmt: skip
         except PlanError:
             if light:
@@ -175,7 +176,7 @@ def _simplest_first(found: list[Estimate]) -> list[Estimate]:
     return [] if first is None else [first, *(own for own in found if own is not first)]
 
 
-def _whole(subject: Subject, device: torch.device) -> Compiled:
+def whole_model(subject: Subject, device: torch.device) -> Compiled:
     """One rank with all of it."""
     whole = Plan(stages=(len(subject.captured.blocks.blocks),))
     return Compiled(
@@ -184,7 +185,7 @@ def _whole(subject: Subject, device: torch.device) -> Compiled:
     )  # fmt: skip
 
 
-def _work(subject: Subject, compiled: Compiled, ranks: int, light: bool = True) -> ModelWork:
+def work_of(subject: Subject, compiled: Compiled, ranks: int, light: bool = True) -> ModelWork:
     """ranks: of a node. With the seconds of its blocks, where `phalanx profile --model` measured them here."""
     causal = subject.spec.task == "causal-lm"
     work = work_of_graph(subject.spec.name, compiled, subject.batches.batch(0, 1), subject.heads, light, causal)
@@ -216,12 +217,14 @@ def _choice(
         slot=subject.config.slot,
     ).plan  # fmt: skip
     simple = estimate(work, subject.simple, cluster, software, subject.config.batch_size)
+    problem = Problem(work, cluster, software, subject.config.batch_size, subject.config.slot, "degrees" in fixed)
     shown = {name: value for name, value in fixed.items() if value != ()}
     given = f" with {fields.write(shown)}" if shown else ""
     simply = f"{_shown(simple)}{'' if simple.fits else ', which would not fit'}"
     reason = (
         f"{plan.shown}: {seconds_text(best.step_seconds)} a step predicted on {shown_cluster(cluster)}{given}, "
-        f"{known_of(cluster, work)}{_beside(best, others)}; simple {simply}{subject.tried.words}"
+        f"{known_of(cluster, work)}{_beside(best, others)}; simple {simply}{_fewer(problem, best, fixed)}"
+        f"{subject.tried.words}"
     )
     return Choice(plan, reason, record_of(best, [*others, simple]) | subject.tried.record)
 
@@ -242,6 +245,14 @@ def _beside(best: Estimate, others: Sequence[Estimate]) -> str:
         return ""
     word = "alike" if others[0].step_seconds <= ALIKE * best.step_seconds else "next"
     return f"; {word} {_shown(others[0])}"
+
+
+def _fewer(problem: Problem, best: Estimate, fixed: Mapping[str, Any]) -> str:
+    """What is said where some of the ranks would be faster by themselves: those that were started all take part."""
+    own = faster_part(problem, best, fixed)
+    if own is None:
+        return ""
+    return f"; {shown_cluster(own.cluster)} alone would be {best.step_seconds / own.step_seconds:.1f}× as fast"
 
 
 def _shown(own: Estimate) -> str:
@@ -292,7 +303,8 @@ def lightened(
     if not subject.cuts:
         fixed = {"mb": 1, **fixed}
     try:
-        work = _work(subject, _whole(subject, fit.device), ranks=1)
+        work = work_of(subject, whole_model(subject, fit.device), ranks=1)
+        measure_here(context, subject.config.dtype, to_stderr)
         cluster, software = planned_here(context, budget, subject.config.dtype)
         exact = replace(software, reserved=0.0, slack=0.0)  # what a rank holds is asked of its program
         found = _exactly(subject.config, work, cluster, exact, fixed, look, budget)
@@ -317,7 +329,9 @@ def _exactly(
     for _ in range(_TRIES):
         limited = Cluster(tuple(replace(kind, memory=allowed) for kind in cluster.nodes))
         try:
-            own = search(work, limited, software, config.batch_size, fixed, slot=config.slot).plans[0]
+            own = search(
+                work, limited, software, config.batch_size, fixed, slot=config.slot, all_devices=True
+            ).plans[0]  # fmt: skip
         except PlanError:
             if seen:
                 break

@@ -6,8 +6,10 @@ so many cores. Ranks that share a device share what it offers.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import sys
 from collections import Counter
 from dataclasses import dataclass, replace
 from itertools import groupby
@@ -15,19 +17,18 @@ from typing import Any
 
 import torch
 
+from phalanx.errors import ConfigError
 from phalanx.launch.context import RankContext
-from phalanx.observe.metrics import peak_flops
-from phalanx.planning.cluster import Cluster, Nodes
+from phalanx.planning.cluster import Cluster, Nodes, stated_network
 from phalanx.planning.cost import Software
-from phalanx.planning.devices import DEVICES, Device, Figure
-from phalanx.planning.rates import Rates, is_of, on_cluster
+from phalanx.planning.devices import DEVICES, Device
+from phalanx.planning.precision import device_in, flops_in
+from phalanx.planning.rates import Spread, is_of, on_cluster
 from phalanx.prepare.budget import Budget, free_main_memory
-from phalanx.profile.hardware import device_name, rates_of
-from phalanx.profile.store import rows_here
+from phalanx.profile.hardware import BRIEF, device_name, measure_joined, rates_of
+from phalanx.profile.store import Say, Store, profiles_path, rows_here
 
 _KEY = "device of rank"
-_USUAL = {"bfloat16": 1.0, "float16": 1.0, "float32": 1 / 8, "float64": 1 / 32}  # of 16-bit rates, where not known
-_ON_CPU = {"bfloat16": 0.5, "float16": 0.25, "float32": 1.0, "float64": 0.5}  # of those of float32, assumed
 _UNKNOWN = DEVICES["A100"]  # stands for a GPU of which nothing is known
 
 
@@ -63,38 +64,73 @@ def cores() -> int:
 
 def announce(context: RankContext, memory: int | None) -> None:
     """Before rank 0 plans; nobody waits here."""
+    stated_network(os.environ)  # one that is none is refused
     if context.world > 1:
         own = RankDevice.of(context, memory)
         context.store.set(f"{_KEY} {context.rank}", json.dumps(vars(own)))
 
 
+def are_announced(context: RankContext) -> bool:
+    """Whether all ranks have said what they have."""
+    return context.world == 1 or context.store.check([f"{_KEY} {rank}" for rank in range(context.world)])
+
+
+def measure_here(context: RankContext, dtype: str, say: Say) -> None:
+    """By all ranks, before rank 0 plans: briefly, and only what was not measured here before."""
+    store = _usable_store() if context.rank == 0 else None
+
+    def progress(done: int, of: int) -> None:
+        if done < of and not said:
+            said.append(f"measuring what the devices here reach ({of - done} measurements), to plan by it")
+            say(said[0])
+
+    said: list[str] = []
+    with contextlib.suppress(ConfigError):  # ranks that are not alike are planned for by what is published
+        measure_joined(context, store, dtype, BRIEF, progress)
+
+
+def _usable_store() -> Store | None:
+    """A run goes on without one."""
+    store = Store(profiles_path(), to_stderr)
+    try:
+        store.rows()
+    except ConfigError:
+        return None
+    return store
+
+
+def to_stderr(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
 def cluster_here(context: RankContext, memory: int | None, dtype: str) -> Cluster:
     """On rank 0, of all ranks. memory: that a rank may hold, where the user said so."""
+    return cluster_of(_found(context, memory), dtype, memory is None, stated_network(os.environ))
+
+
+def _found(context: RankContext, memory: int | None) -> list[RankDevice]:
     if context.world == 1:
-        found = [RankDevice.of(context, memory)]
-    else:
-        texts = (context.store.get(f"{_KEY} {rank}") for rank in range(context.world))
-        found = [RankDevice(**_checked(json.loads(text))) for text in texts]
-    return cluster_of(found, dtype, is_shared=memory is None)
+        return [RankDevice.of(context, memory)]
+    texts = (context.store.get(f"{_KEY} {rank}") for rank in range(context.world))
+    return [RankDevice(**_checked(json.loads(text))) for text in texts]
 
 
 def planned_here(context: RankContext, memory: int | None, dtype: str) -> tuple[Cluster, Software]:
-    """The cluster, and what software reaches there; by what `phalanx profile` measured of it, where it did."""
+    """The cluster, and what software reaches there; by what was measured of it, where it was."""
     cluster, software = cluster_here(context, memory, dtype), Software()
-    rates = _measured(context, cluster, dtype)
+    spread = _spread(_found(context, memory))
+    name = device_name(torch.device(context.device))
+    rates = rates_of(rows_here(), name, dtype, spread) if spread is not None and len(cluster.nodes) == 1 else None
     return (cluster, software) if rates is None else on_cluster(cluster, software, rates)
 
 
-def _measured(context: RankContext, cluster: Cluster, dtype: str) -> Rates | None:
-    """Of devices that are all alike, with as many ranks on a node; of GPUs of their own also with one."""
-    device, ranks = torch.device(context.device), cluster.per_node
-    if len(cluster.nodes) > 1:
-        return None
-    rows = rows_here()
-    found = rates_of(rows, device_name(device), dtype, ranks)
-    if found is None and device.type == "cuda" and torch.cuda.device_count() >= ranks:
-        found = rates_of(rows, device_name(device), dtype, 1)
-    return found
+def _spread(ranks: list[RankDevice]) -> Spread | None:
+    """None where nodes are not alike."""
+    nodes: dict[int, list[str]] = {}
+    for rank in ranks:
+        nodes.setdefault(rank.node, []).append(rank.place)
+    counts = {(len(places), len(set(places))) for places in nodes.values()}
+    return Spread(*counts.pop(), len(nodes)) if len(counts) == 1 else None
 
 
 def _checked(row: Any) -> dict[str, Any]:
@@ -103,10 +139,13 @@ def _checked(row: Any) -> dict[str, Any]:
     return {name: row[name] for name in kinds}
 
 
-def cluster_of(ranks: list[RankDevice], dtype: str, is_shared: bool = True) -> Cluster:
-    """is_shared: the memory that a CPU rank names is that of its node, not its own."""
+def cluster_of(ranks: list[RankDevice], dtype: str, is_shared: bool = True, network: float | None = None) -> Cluster:
+    """is_shared: the memory that a CPU rank names is that of its node, not its own. network: bytes/s each way of a
+    node, where that is said."""
     nodes = [list(own) for _, own in groupby(ranks, key=lambda rank: rank.node)]
     made = [_node(own, dtype, is_shared) for own in nodes]
+    if network is not None:
+        made = [replace(kind, network=network) for kind in made]
     kinds = [replace(kind, count=len(list(same))) for kind, same in groupby(made)]
     return Cluster.of(kinds)
 
@@ -132,18 +171,12 @@ def known_device(name: str, memory: float, dtype: str) -> Device:
     nearest."""
     alike = [own for own in DEVICES.values() if own.name != "CPU" and is_of(name, own)]
     usual = min(alike, key=lambda own: abs(own.memory.value - memory), default=_UNKNOWN)
-    published = peak_flops(name, dtype)
-    if published is not None:
-        flops = Figure(published, f"{name}, {dtype}")
-    else:
-        flops = Figure(usual.flops.value * _USUAL[dtype], f"{usual.name}, {dtype}", "assumed")
-    return replace(usual, name=usual.name if alike else name, flops=flops)
+    return replace(usual, name=usual.name if alike else name, flops=flops_in(dtype, name, usual))
 
 
 def _cpu(num_cores: float, dtype: str) -> Device:
-    own = DEVICES["CPU"]
-    rate = own.flops.value * num_cores * _ON_CPU[dtype]
-    return replace(own, flops=own.flops._replace(value=rate))
+    own = device_in(dtype, DEVICES["CPU"])
+    return replace(own, flops=own.flops._replace(value=own.flops.value * num_cores))
 
 
 def _divided(device: Device, parts: int) -> Device:

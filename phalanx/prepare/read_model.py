@@ -108,9 +108,10 @@ def read_model(
 def plan_for(
     config: RunConfig, given: str, world: int, batch_size: int, costs: Sequence[float], whole: bool = True
 ) -> Completed:  # fmt: skip
-    """A plan of the run with nothing left open. Where the plan changes while it runs, one may leave ranks without a
-    place; else it has to use them all, unless that is not asked for."""
-    usable = world if whole and not config.plan_at else usable_ranks(given, world)
+    """A plan of the run with nothing left open. Where the plan changes while it runs, or ranks may take the places of
+    lost ones, it may leave some without a place; else it has to use them all, unless that is not asked for."""
+    may_spare = config.plan_at or config.on_loss in ("shrink", "regrow")
+    usable = world if whole and not may_spare else usable_ranks(given, world)
     return complete(given, world=usable, batch_size=batch_size, costs=costs, slot=config.slot)
 
 

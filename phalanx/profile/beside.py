@@ -28,12 +28,14 @@ KINDS = ("all_reduce", "all_gather", "reduce_scatter")
 
 
 class Together:
-    """All ranks of these links, which call the same methods in the same order."""
+    """All ranks of these links, or these members of them, which call the same methods in the same order. Messages are
+    those of all ranks."""
 
-    def __init__(self, links: Links) -> None:
+    def __init__(self, links: Links, members: Sequence[int] = ()) -> None:
         self.links, self.device = links, links.device
-        self.rank, self.size = links.context.rank, links.context.world
-        self.world = links.group(tuple(range(self.size)), "profile")
+        self.members = tuple(members) or tuple(range(links.context.world))
+        self.rank, self.size = self.members.index(links.context.rank), len(self.members)
+        self.world = links.group(self.members, "profile")
 
     def most(self, number: float) -> float:
         """Of what all ranks say; none goes on before all have."""
@@ -44,7 +46,7 @@ class Together:
     def group(self, size: int) -> Group:
         """The one of this rank, where consecutive ranks form groups of this size."""
         first = self.rank - self.rank % size
-        return self.links.group(tuple(range(first, first + size)), "profile")
+        return self.links.group(self.members[first : first + size], "profile")
 
     def seconds(self, run: Run, busy: bool = True, times: int | None = None) -> float:
         """Of one run, of the slowest rank of those that are busy; the median of a few rounds. times: runs of a round;

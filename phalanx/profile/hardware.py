@@ -1,64 +1,110 @@
-"""How fast the devices of this machine are: products of matrices, memory, the link to the host, and collectives between
-local ranks, also beneath computation. Each measurement takes about a second at most and is kept at once, so that one
-can be stopped and go on.
+"""How fast the devices that are here are: products of matrices, memory, the link to the host, and collectives among
+the ranks of a node and among those of several nodes, also beneath computation. Each measurement takes about a second at
+most and is kept at once, so that one can be stopped and go on.
 
-All ranks compute at the same time, as in training: cores, memory and links that they share are shared here too.
+All ranks compute at the same time, as in training: cores, memory and links that they share are shared here too. They
+are started for it, or those of a job that a launcher started; a run that has to choose its plan measures briefly. What
+a rank does is in `on_rank.py`.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import re
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import asdict, astuple
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 import torch
 
-from phalanx.comm.links import Group, Links
+from phalanx.comm.links import Links
+from phalanx.errors import ConfigError
 from phalanx.launch.context import RankContext, local_device
 from phalanx.launch.worker_pool import WorkerPool
-from phalanx.planning.rates import COLLECTIVES, SPEEDS, Rates
-from phalanx.profile.beside import Together, beneath, product
-from phalanx.profile.store import Row, Store, matching, rates_from
+from phalanx.planning.cluster import NETWORK_VARIABLE
+from phalanx.planning.rates import COLLECTIVES, Rates, Spread
+from phalanx.profile.beside import Together
+from phalanx.profile.on_rank import Care, Question, Team, answer
+from phalanx.profile.store import (
+    Row,
+    Store,
+    Subject,
+    careful_first,
+    far_from,
+    matching,
+    rates_from,
+    subject,
+    subjects,
+    torch_version,
+)
 
-_SIDES = {"cpu": (128, 256, 512, 1024), "cuda": (512, 1024, 2048, 4096, 8192)}
-_MESSAGES = {"cpu": (2**14, 2**18, 2**22, 2**24), "cuda": (2**16, 2**20, 2**24, 2**28)}
-_COPIED = {"cpu": 2**25, "cuda": 2**30}
-_SECONDS, _ROUNDS, _MOST, _WARM_UP = 0.05, 5, 200, 3
 _ANY = "any"  # of a precision that does not matter
+_PLACE, _ASKED = "measured rank", "measured"
+Keep = Callable[[Question, float], None]
+Progress = Callable[[int, int], None]
 
 
-@dataclass(frozen=True)
-class Question:
-    """What is measured: products of matrices with so many rows, something of so many bytes, or how fast things get on
-    beside so many ranks, as a share of their speed alone."""
+class Effort(NamedTuple):
+    """Of whom: `phalanx profile`, or a run. sides: of square matrices; messages, copied: bytes. longest: seconds that
+    one product or collective may take for a larger one to be asked. limit: seconds after which nothing more is begun.
+    """
 
-    kind: str
-    size: int
+    by: str
+    sides: dict[str, tuple[int, ...]]
+    messages: dict[str, tuple[int, ...]]
+    copied: dict[str, int]
+    care: Care
+    beneath: bool
+    longest: float
+    limit: float = float("inf")
 
 
-def questions(device: str, ranks: int) -> list[Question]:
-    """device: cpu or cuda."""
-    found = [Question("product", side) for side in _SIDES[device]] + [Question("memory", _COPIED[device])]
-    found += [Question("host", _COPIED[device] // 4)] if device == "cuda" else []
-    if ranks > 1:
-        found += [Question(kind, size) for kind in COLLECTIVES for size in _MESSAGES[device]]
+CAREFUL = Effort(
+    "profile", {"cpu": (128, 256, 512, 1024), "cuda": (512, 1024, 2048, 4096, 8192)},
+    {"cpu": (2**14, 2**18, 2**22, 2**24), "cuda": (2**16, 2**20, 2**24, 2**28)}, {"cpu": 2**25, "cuda": 2**30},
+    Care(0.05, 5, 3), True, longest=0.5,
+)  # fmt: skip
+BRIEF = Effort(
+    "run", {"cpu": (128, 256, 512), "cuda": (1024, 4096, 8192)},
+    {"cpu": (2**14, 2**18, 2**21), "cuda": (2**16, 2**22, 2**26)}, {"cpu": 2**24, "cuda": 2**28},
+    Care(0.005, 3, 1), False, longest=0.03, limit=10.0,
+)  # fmt: skip
+
+
+def questions(device: str, spread: Spread, effort: Effort = CAREFUL) -> list[Question]:
+    """What planning needs most comes first. device: cpu or cuda."""
+    found = [Question("product", side) for side in effort.sides[device]] + [Question("memory", effort.copied[device])]
+    found += [Question("host", effort.copied[device] // 4)] if device == "cuda" else []
+    ranks, sizes = spread.ranks, effort.messages[device]
+    for is_far in (False, True):
+        if (spread.nodes if is_far else ranks) > 1:
+            found += [Question(kind, size, is_far) for kind in COLLECTIVES for size in sizes]
+    if effort.beneath:
         found += [Question("computing", busy) for busy in range(2, ranks + 1)]
-        found += [Question(kind, ranks) for kind in ("computing beneath", "all_reduce beneath")]
+        for is_far, number in ((False, ranks), (True, spread.world)):
+            if (spread.nodes if is_far else ranks) > 1:
+                found += [Question(kind, number, is_far) for kind in ("computing beneath", "all_reduce beneath")]
     return found
 
 
-def key_of(question: Question, device: str, dtype: str, ranks: int) -> dict[str, str | int]:
-    """Whatever the result depends on."""
-    own = dtype if question.kind == "product" else _ANY
+def key_of(
+    question: Question, device: str, dtype: str, spread: Spread, effort: Effort = CAREFUL
+) -> dict[str, str | int]:
+    """Whatever the result depends on: of what is measured among several nodes also what is said of their network."""
+    among = spread if question.is_far else spread.near
     return {
-        "size": question.size, "device": device, "dtype": own, "ranks": ranks, "torch": torch.__version__.split("+")[0],
+        "size": question.size, "device": device, "dtype": dtype if question.kind == "product" else _ANY,
+        "torch": torch_version(), "by": effort.by, "network": _network() if question.is_far else "", **asdict(among),
     }  # fmt: skip
+
+
+def _network() -> str:
+    return os.environ.get(NETWORK_VARIABLE, "")
 
 
 def device_name(device: torch.device) -> str:
@@ -71,125 +117,187 @@ def device_name(device: torch.device) -> str:
     return f"CPU {found[1].strip() if found else platform.machine()}, {cores} cores"
 
 
+def rates_of(rows: list[Row], device: str, dtype: str, spread: Spread) -> Rates | None:
+    """What this version of torch did, among several nodes in this network: as `phalanx profile` measured it, else as a
+    run did."""
+    own = careful_first(list(matching(rows, torch=torch_version())), CAREFUL.by)
+    return rates_from(own, device, dtype, spread, far_from(own, device, spread, _network()))
+
+
+class Seen:
+    """What was answered, and what need not be asked because of it."""
+
+    def __init__(self, effort: Effort) -> None:
+        self._longest, self._last = effort.longest, dict[tuple[str, bool], tuple[int, float]]()
+
+    def add(self, question: Question, value: float) -> None:
+        self._last[question.kind, question.is_far] = question.size, value
+
+    def allows(self, question: Question) -> bool:
+        if question.kind not in ("product", *COLLECTIVES) or (question.kind, question.is_far) not in self._last:
+            return True
+        size, value = self._last[question.kind, question.is_far]
+        return (2 * size**3 / value if question.kind == "product" else value) <= self._longest
+
+
+class Kept:
+    """Where measurements of devices of one kind are kept, in one precision."""
+
+    def __init__(self, store: Store, device: torch.device, dtype: str, spread: Spread, effort: Effort) -> None:
+        self.store, self.dtype, self.spread, self.effort = store, dtype, spread, effort
+        self.name, self.asked = device_name(device), questions(device.type, spread, effort)
+
+    def key(self, question: Question) -> dict[str, str | int]:
+        return key_of(question, self.name, self.dtype, self.spread, self.effort)
+
+    def forget(self) -> None:
+        for question in self.asked:
+            self.store.forget(question.kind, self.key(question))
+
+    def missing(self) -> list[Question]:
+        """A run asks nothing that was measured carefully, at whatever size, nor what would take long."""
+        rows = self.store.rows()
+        known = {(row.kind, frozenset(row.key.items())): row.value for row in rows}
+        careful = subjects(matching(rows, by=CAREFUL.by)) if self.effort is BRIEF else set[Subject]()
+        found, seen = list[Question](), Seen(self.effort)
+        for own in self.asked:
+            key = self.key(own)
+            value = known.get((own.kind, frozenset(key.items())))
+            if value is not None:
+                seen.add(own, value)
+            elif subject(own.kind, key) not in careful and seen.allows(own):
+                found.append(own)
+        return found
+
+    def keeper(self, missing: Sequence[Question], on_progress: Progress) -> Keep:
+        """Keeps what is found of these, one after the other."""
+        known = len(self.asked) - len(missing)
+        on_progress(known, len(self.asked))
+        done = iter(range(known + 1, len(self.asked) + 1))
+
+        def keep(question: Question, value: float) -> None:
+            self.store.put(question.kind, self.key(question), value)
+            on_progress(next(done), len(self.asked))
+
+        return keep
+
+    def rates(self) -> Rates | None:
+        return rates_of(self.store.rows(), self.name, self.dtype, self.spread)
+
+
+def _no_progress(done: int, of: int) -> None:
+    """Where nobody looks."""
+
+
+def spread_here(device: torch.device, ranks: int) -> Spread:
+    """Of so many ranks that are started on this machine."""
+    return Spread(ranks, ranks if device.type == "cpu" else min(ranks, torch.cuda.device_count()))
+
+
 def measure(
-    store: Store, device: str, dtype: str, ranks: int, on_progress: Callable[[int, int], None] = lambda done, of: None
+    store: Store, device: str, dtype: str, ranks: int, on_progress: Progress = _no_progress, fresh: bool = False
 ) -> Rates:
-    """Measures what is not in the store yet. device: auto, cpu or cuda. on_progress: how many of how many are done."""
+    """With ranks that are started for it, what is not in the store yet. device: auto, cpu or cuda. on_progress: how
+    many of how many are done. fresh: also what is."""
     here = torch.device(local_device(device, 0))
-    name, asked = device_name(here), questions(here.type, ranks)
-    keys = {question: key_of(question, name, dtype, ranks) for question in asked}
-    missing = [question for question in asked if store.get(question.kind, keys[question]) is None]
-    with ExitStack() as stack:
-        pool = stack.enter_context(WorkerPool(ranks, device=here.type)) if ranks > 1 and missing else None
-        for question in missing:
-            on_progress(len(asked) - len(missing) + missing.index(question), len(asked))
-            own = [question.kind, question.size, dtype]
-            if pool is not None:
-                found = pool.run(measure_on_rank, *own)
-            else:
-                found = [measure_on_rank(RankContext.alone(str(here)), *own)]
-            store.put(question.kind, keys[question], _slowest(question.kind, found))
-    on_progress(len(asked), len(asked))
-    rates = rates_of(store.rows(), name, dtype, ranks)
+    kept = Kept(store, here, dtype, spread_here(here, ranks), CAREFUL)
+    if fresh:
+        kept.forget()
+    missing = kept.missing()
+    keep = kept.keeper(missing, on_progress)
+    if missing and ranks > 1:
+        with WorkerPool(ranks, device=here.type) as pool:
+            pool.run(answer_and_tell, missing, dtype, on_event=lambda name, found: keep(*found))
+    elif missing:
+        answer_all(Team.of(RankContext.alone(str(here))), missing, dtype, CAREFUL, keep)
+    rates = kept.rates()
     assert rates is not None
     return rates
 
 
-def _slowest(kind: str, found: Sequence[float]) -> float:
-    """Of all ranks: seconds of collectives, else rates."""
-    return max(found) if kind in COLLECTIVES else min(found)
+# On every rank of a job.
 
 
-def rates_of(rows: list[Row], device: str, dtype: str, ranks: int) -> Rates | None:
-    """The same as `rates_from`, of what this version of torch did."""
-    version = torch.__version__.split("+")[0]
-    return rates_from(list(matching(rows, torch=version)), device, dtype, ranks)
+def measure_joined(
+    context: RankContext, store: Store | None, dtype: str, effort: Effort = CAREFUL,
+    on_progress: Progress = _no_progress, fresh: bool = False,
+) -> Rates | None:  # fmt: skip
+    """With the ranks of this job, which all come here, what rank 0 has not in its store yet. None on others. Raises a
+    ConfigError, on all of them, where they are not all alike. store: of rank 0; where it has none, nothing is asked."""
+    team, kept = team_of(context), None
+    missing, keep = list[Question](), _ignore
+    if context.rank == 0 and store is not None:
+        kept = Kept(store, torch.device(context.device), dtype, team.spread, effort)
+        if fresh:
+            kept.forget()
+        missing = kept.missing()
+        keep = kept.keeper(missing, on_progress)
+    answer_all(team, _agreed(context, missing), dtype, effort, keep)
+    return kept and kept.rates()
 
 
-# On a rank.
+def _ignore(question: Question, value: float) -> None:
+    """Rank 0 keeps what is found."""
 
 
-def measure_on_rank(context: RankContext, kind: str, size: int, dtype: str) -> float:
-    """FLOP/s, bytes/s, or the seconds of a collective; all ranks measure at the same time."""
+def team_of(context: RankContext) -> Team:
+    """What ranks say of their places; those of all nodes must be alike."""
     device = torch.device(context.device)
+    where = f"{context.node}/{context.device if device.type == 'cuda' else context.rank}"
+    own = {"node": context.node, "where": where, "name": device_name(device)}
+    if context.world == 1:
+        return Team.of(context)
+    context.store.set(f"{_PLACE} {context.rank}", json.dumps(own))
+    every = [json.loads(context.store.get(f"{_PLACE} {rank}")) for rank in range(context.world)]
+    names = sorted({place["name"] for place in every})
+    if len(names) > 1:
+        message = f"the ranks of this job have several kinds of devices ({', '.join(names)})"
+        raise ConfigError(message, "measure each kind by itself: a job with nodes of one kind only")
+    nodes: dict[int, list[int]] = {}
+    for rank, place in enumerate(every):
+        nodes.setdefault(place["node"], []).append(rank)
+    devices = {node: len({every[rank]["where"] for rank in ranks}) for node, ranks in nodes.items()}
+    if len({(len(ranks), devices[node]) for node, ranks in nodes.items()}) > 1:
+        counts = ", ".join(f"{len(ranks)} on node {node}" for node, ranks in sorted(nodes.items()))
+        raise ConfigError(f"the nodes of this job have different numbers of ranks ({counts})", "start as many on each")
+    spread = Spread(len(nodes[context.node]), devices[context.node], len(nodes))
+    return Team(context, spread, tuple(tuple(nodes[node]) for node in sorted(nodes)))
+
+
+def _agreed(context: RankContext, missing: list[Question]) -> list[Question]:
+    """What rank 0 asks."""
+    if context.world == 1:
+        return missing
+    if context.rank == 0:
+        context.store.set(_ASKED, json.dumps([astuple(question) for question in missing]))
+        return missing
+    return [Question(kind, size, is_far) for kind, size, is_far in json.loads(context.store.get(_ASKED))]
+
+
+def answer_and_tell(context: RankContext, asked: Sequence[Question], dtype: str) -> None:
+    """As a job of ranks that were started for it."""
+    answer_all(team_of(context), asked, dtype, CAREFUL, lambda *found: context.emit("measured", found))
+
+
+def answer_all(team: Team, asked: Sequence[Question], dtype: str, effort: Effort, keep: Keep) -> None:
+    """keep: called on rank 0 with each answer: of rates the slowest rank's, of seconds the longest. Random numbers that
+    follow are what they would have been."""
+    began, context = time.monotonic(), team.context
+    cuda = [torch.device(context.device)] if context.device != "cpu" else []
     with ExitStack() as stack:
-        links = stack.enter_context(Links(context, name="profile")) if context.world > 1 else None
-        group = links.group(tuple(range(context.world)), "profile") if links is not None else None
-        if kind in SPEEDS:
-            assert links is not None
-            return _speed(kind, size, Together(links))
-        if kind in COLLECTIVES:
-            assert links is not None and group is not None
-            return _seconds(_collective(kind, size, links, group, device), device, group)
-        if kind == "product":
-            a, b = (torch.randn(size, size, device=device).to(getattr(torch, dtype)) for _ in range(2))
-            out = torch.empty_like(a)
-            return 2 * size**3 / _seconds(lambda: torch.mm(a, b, out=out), device, group)
-        source = torch.ones(size, dtype=torch.uint8, device=device)
-        if kind == "host":
-            kept = torch.empty(size, dtype=torch.uint8, pin_memory=True)
-            return size / _seconds(lambda: kept.copy_(source, non_blocking=True), device, group)
-        target = torch.empty_like(source)
-        return 2 * size / _seconds(lambda: target.copy_(source), device, group)
-
-
-def _speed(kind: str, busy: int, ranks: Together) -> float:
-    """Of computation beside so many ranks that compute, counting its own; of all ranks' computation with a sum beneath
-    it, and of that sum."""
-    device = ranks.device.type
-    if kind == "computing":
-        whole = product(ranks.device, _SIDES[device][-2])
-        alone, beside = (ranks.seconds(whole, ranks.rank < number) for number in (1, busy))
-        return min(1.0, alone / beside)
-    found = beneath(ranks, product(ranks.device), _MESSAGES[device][-1], (busy,))
-    return found.compute if kind == "computing beneath" else found.transfer[0]
-
-
-def _collective(kind: str, size: int, links: Links, group: Group, device: torch.device) -> Callable[[], Any]:
-    """size: bytes of the whole tensor that is summed, gathered or scattered; of a message to the next rank."""
-    ranks, rank = len(group.ranks), group.index
-    count = max(1, size // 4 // ranks) * ranks
-    whole, part = torch.zeros(count, device=device), torch.zeros(count // ranks, device=device)
-    if kind == "all_reduce":
-        return lambda: group.all_reduce(whole).wait("a sum")
-    if kind == "all_gather":
-        return lambda: group.all_gather(whole, part).wait("a gather")
-    if kind == "reduce_scatter":
-        return lambda: group.reduce_scatter(part, whole).wait("a scatter")
-    peer = rank ^ 1
-    if peer >= ranks:
-        return lambda: None
-    low, high = sorted((rank, peer))
-    links.open_channels([(low, high, "f"), (high, low, "b")])
-    there, back = ("f", "b") if rank == low else ("b", "f")
-    other, out, into = torch.zeros_like(whole), links.channel(peer, there, "out"), links.channel(peer, back, "in")
-
-    def exchange() -> None:
-        sent = out.send(whole)
-        into.recv(other).wait("a message")
-        sent.wait("a message to leave")
-
-    return exchange
-
-
-def _seconds(work: Callable[[], Any], device: torch.device, group: Group | None) -> float:
-    """Of one, in the quickest of a few rounds in which all ranks do equally many: what else the machine does only makes
-    it slower."""
-
-    def timed(times: int) -> float:
-        if group is not None:
-            group.barrier().wait("all ranks")
-        begin = time.perf_counter()
-        for _ in range(times):
-            work()
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        return (time.perf_counter() - begin) / times
-
-    timed(_WARM_UP)
-    times = max(1, min(_MOST, int(_SECONDS / max(timed(1), 1e-7))))
-    if group is not None:
-        agreed = torch.tensor([float(times)], device=device)
-        group.all_reduce(agreed, "max").wait("an agreement")
-        times = int(agreed.item())
-    return min(timed(times) for _ in range(_ROUNDS))
+        stack.enter_context(torch.random.fork_rng(cuda))
+        links = stack.enter_context(Links(context, name="profile")) if context.world > 1 and asked else None
+        ranks, seen = None if links is None else Together(links), Seen(effort)
+        for question in filter(seen.allows, asked):
+            value = answer(team, links, question, dtype, effort.care)
+            passed = time.monotonic() - began
+            if ranks is not None:
+                value = ranks.most(value) if question.kind in COLLECTIVES else -ranks.most(-value)
+                passed = ranks.most(passed)
+            seen.add(question, value)
+            if context.rank == 0:
+                keep(question, value)
+            if passed > effort.limit:
+                break
+    if cuda:
+        torch.cuda.empty_cache()

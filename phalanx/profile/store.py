@@ -8,18 +8,20 @@ from __future__ import annotations
 
 import json
 import platform
+import re
 import sqlite3
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from phalanx.config import cache_folder
 from phalanx.errors import ConfigError
-from phalanx.planning.rates import COLLECTIVES, SPEEDS, Points, Rates
+from phalanx.planning.rates import COLLECTIVES, SPEEDS, Points, Rates, Spread, Talk
 from phalanx.records import Malformed, read_record
 
 FORMAT = "phalanx profile"
@@ -187,25 +189,91 @@ def _text(key: Key) -> str:
     return json.dumps(dict(key), sort_keys=True)
 
 
-def matching(rows: list[Row], **wanted: str | int) -> Iterator[Row]:
+def matching(rows: Iterable[Row], **wanted: str | int) -> Iterator[Row]:
     """Those whose keys hold all of this."""
     return (row for row in rows if all(row.key.get(name) == value for name, value in wanted.items()))
 
 
-def rates_from(rows: list[Row], device: str, dtype: str, ranks: int) -> Rates | None:
-    """What rows say of a device; None where products or memory are missing."""
-    own = list(matching(rows, device=device, ranks=ranks))
+def of_one_version(rows: list[Row]) -> tuple[list[Row], str]:
+    """Those that this version of torch made, or, where there are none, the newest that is among them; and which."""
+    versions = {made_by for row in rows if isinstance(made_by := row.key.get("torch"), str)}
+    own = torch_version()
+    chosen = own if own in versions or not versions else max(versions, key=_as_numbers)
+    return list(matching(rows, torch=chosen)), chosen
+
+
+def torch_version() -> str:
+    """Without importing it."""
+    return version("torch").partition("+")[0]
+
+
+def _as_numbers(text: str) -> list[int]:
+    return [int(number) for number in re.findall(r"\d+", text)]
+
+
+def of_newest_graphs(rows: list[Row]) -> list[Row]:
+    """Of each block of a model, those of the graph that was measured last."""
+    newest: dict[object, Row] = {}
+    for row in rows:
+        block = row.key.get("block")
+        if block not in newest or row.made > newest[block].made:
+            newest[block] = row
+    return [row for row in rows if row.key.get("graph") == newest[row.key.get("block")].key.get("graph")]
+
+
+Subject = tuple[str, frozenset[tuple[str, str | int]]]
+
+
+def subject(kind: str, key: Key) -> Subject:
+    """What was measured, at whatever size and by whom."""
+    return kind, frozenset((name, value) for name, value in key.items() if name not in ("size", "by"))
+
+
+def subjects(rows: Iterable[Row]) -> set[Subject]:
+    return {subject(row.kind, row.key) for row in rows}
+
+
+def careful_first(rows: list[Row], careful: str) -> list[Row]:
+    """Without what others measured too, where it was measured carefully. careful: by whom."""
+    known = subjects(matching(rows, by=careful))
+    return [row for row in rows if row.key.get("by") == careful or subject(row.kind, row.key) not in known]
+
+
+def rates_from(rows: list[Row], device: str, dtype: str, spread: Spread, far: Talk | None = None) -> Rates | None:
+    """What rows say of a device with the ranks of a node spread so; None where products or memory are missing."""
+    near = spread.near
+    own = list(matching(rows, device=device, **asdict(near)))
     products = _points(own, "product", dtype=dtype)
     memory, host = _points(own, "memory"), _points(own, "host")
     if not products or not memory:
         return None
-    collectives = {kind: found for kind in COLLECTIVES if (found := _points(own, kind))}
-    speeds = {kind: found for kind in SPEEDS if (found := _points(own, kind))}
     made = max(row.made for row in own)
     return Rates(
-        device, dtype, ranks, products, memory[-1][1], host[-1][1] if host else None, collectives, f"measured {made}",
-        speeds,
+        device, dtype, products, memory[-1][1], _talk(own, near), far, host[-1][1] if host else None,
+        f"measured {made}",
     )  # fmt: skip
+
+
+def far_from(rows: list[Row], device: str, wanted: Spread, network: str) -> Talk | None:
+    """What was measured among ranks of several nodes, spread so or the most like it that was."""
+    far = [row for row in matching(rows, device=device, network=network) if row.key.get("nodes") not in (None, 1)]
+    spreads = {found for row in far if (found := spread_of(row)) is not None}
+    if wanted.nodes == 1 or not spreads:
+        return None
+    nearest = min(spreads, key=lambda own: (abs(own.ranks - wanted.ranks), abs(own.nodes - wanted.nodes), str(own)))
+    return _talk(list(matching(far, **asdict(nearest))), nearest)
+
+
+def spread_of(row: Row) -> Spread | None:
+    """How the ranks lay that measured it together; None for what is not about devices."""
+    every = (row.key.get(name) for name in ("ranks", "devices", "nodes"))
+    counts = [count for count in every if isinstance(count, int) and count > 0]
+    return Spread(*counts) if len(counts) == 3 else None
+
+
+def _talk(rows: list[Row], among: Spread) -> Talk:
+    collectives = {kind: found for kind in COLLECTIVES if (found := _points(rows, kind))}
+    return Talk(among, collectives, {kind: found for kind in SPEEDS if (found := _points(rows, kind))})
 
 
 def _points(rows: list[Row], kind: str, **wanted: str) -> Points:

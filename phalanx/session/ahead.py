@@ -11,20 +11,26 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
+
+import torch
 
 from phalanx.adapt.migrate import rounds_of
 from phalanx.comm.links import Links
 from phalanx.config import RunConfig
 from phalanx.engine.compiled import Compiled
 from phalanx.engine.step import micro_batches
+from phalanx.engine.warm_up import run_once, zeros_like
 from phalanx.launch.abort import background_thread
-from phalanx.model.segment.segments import Segment
+from phalanx.model.segment.segments import Call, Segment
 from phalanx.params.layout_of import StateLayout
 from phalanx.plan.plan import Plan
 from phalanx.program.instructions import Op
-from phalanx.session.change import Connected, Member, connect, links_of, migration_of
+from phalanx.session.beforehand import Connected, connect_beside
+from phalanx.session.change import links_of, migration_of
+from phalanx.session.session import Look
+from phalanx.session.spare import Member
 from phalanx.tasks.base import Batch
 
 FirstBatch = Callable[[Compiled], tuple[Batch, int]]  # a rank's part of a batch, and its place in the stream
@@ -34,7 +40,9 @@ _FUNCTIONS = {Op.F: "forward", Op.A: "again", Op.B: "backward", Op.W: "weight", 
 
 def functions(compiled: Compiled, first_batch: FirstBatch) -> Iterator[None]:
     """Makes the functions that steps of a plan will call, and what is known of the memory that they need. Each `next`
-    does a piece of it."""
+    does a piece of it. On a GPU each is run once, which loads its kernels; but not those of slices, which attend to
+    what slices before them left."""
+    runs = compiled.device.type == "cuda" and not compiled.plan.slices
     batch, first = first_batch(compiled)
     inputs = micro_batches(compiled.training.feeder, compiled.plan, batch, first)
     for (micro_batch, _), part in inputs.items():
@@ -42,8 +50,22 @@ def functions(compiled: Compiled, first_batch: FirstBatch) -> Iterator[None]:
             segments = compiled.training.tracer(part, slice_).segments.values()
             yield
             for segment in segments:
-                _compute(segment, _used(compiled, segment))
+                calls = _computed(segment, _used(compiled, segment))
+                if runs:
+                    run_on_zeros(segment, calls, compiled.device)
                 yield
+
+
+def with_functions(look: Look, first_batch: FirstBatch) -> Look:
+    """The same, and the functions are made that steps will call, so that a change is refused where one cannot be."""
+
+    def seen(compiled: Compiled, compile: Callable[[Plan], Compiled]) -> Compiled:
+        chosen = look(compiled, compile)
+        for _ in functions(chosen, first_batch):
+            pass
+        return chosen
+
+    return seen
 
 
 def _used(compiled: Compiled, segment: Segment) -> Iterator[str]:
@@ -54,10 +76,16 @@ def _used(compiled: Compiled, segment: Segment) -> Iterator[str]:
             yield _FUNCTIONS[op]
 
 
-def _compute(segment: Segment, properties: Iterator[str]) -> None:
+def _computed(segment: Segment, properties: Iterator[str]) -> list[Call]:
     """They are computed when they are first read, and kept."""
-    for name in properties:
-        getattr(segment, name)
+    found = [getattr(segment, name) for name in properties]
+    return [each for each in found if isinstance(each, Call)]
+
+
+@torch.no_grad()
+def run_on_zeros(segment: Segment, calls: Iterable[Call], device: torch.device) -> None:
+    for call in calls:
+        run_once(call, [zeros_like(segment.like(source), device) for source in call.arguments])
 
 
 class Ahead:
@@ -108,10 +136,8 @@ class Ahead:
     def take_groups(self) -> Connected:
         """From now on with the links that train."""
         assert self._beside is not None and self._connected is not None
-        self._links.take(self._beside)
-        connected, self._beside, self._connected = self._connected, None, None
-        if connected.groups is not None:
-            connected.groups.links = self._links
+        connected = self._connected.over(self._links, self._beside)
+        self._beside = self._connected = None
         return connected
 
     def drop(self) -> None:
@@ -148,7 +174,7 @@ class Ahead:
         try:
             if opening.device.type == "cpu" and opening.context.world > 1:
                 self._beside = self._links.beside(self.name)
-                self._connected = connect(opening, self.plan, compiled, self._beside)
+                self._connected = connect_beside(opening, self.plan, compiled, self._beside)
             if old.facts.slots is not None:
                 migration = migration_of(opening, old, new, old.expected_slots)
                 rounds_of(migration, opening.context.rank, range(opening.context.world))

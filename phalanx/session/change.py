@@ -19,18 +19,20 @@ from torch import Tensor
 
 from phalanx.adapt.migrate import (
     Arrived,
-    ChangeRefused,
     Home,
     MovedBack,
+    StateLost,
     agree,
+    first_line,
     migrate,
     problem_text,
+    refusing,
     require_none,
     slots_told,
     slots_word,
 )
 from phalanx.adapt.portions import Migration, gathered, parameter_of, plan_migration
-from phalanx.comm.links import Channel, Group, Links
+from phalanx.comm.links import Group, Links
 from phalanx.config import RunConfig
 from phalanx.engine.compiled import Compiled
 from phalanx.engine.layout import ProcessGroups
@@ -38,16 +40,12 @@ from phalanx.errors import LinkError, PhalanxError
 from phalanx.params.buckets import Read
 from phalanx.params.flat import Piece
 from phalanx.params.layout_of import SlotsOf, StateLayout
-from phalanx.params.matrix_wise import Holders, MatrixWise
-from phalanx.params.optimizer import make_optimizer
-from phalanx.params.parameters import Weight
 from phalanx.params.rank_state import State
 from phalanx.plan.plan import Plan
 from phalanx.records import read_record
+from phalanx.session.beforehand import Connected, connected_on_all, locally_prepared
 from phalanx.session.session import Look, Opening, Session
-from phalanx.session.spare import Spare
-
-Member = Session | Spare  # what a rank is in a job
+from phalanx.session.spare import Member, Spare
 
 
 @dataclass
@@ -68,24 +66,6 @@ class Change:
         self.seconds[part] = self.seconds.get(part, 0.0) + time.perf_counter() - begin
 
 
-@dataclass
-class Connected:
-    """How a rank is connected under a plan. groups: None where it has no place. told: see `Opening.told`."""
-
-    groups: ProcessGroups | None
-    told: Group | None
-
-    def ends(self) -> Iterator[Group | Channel]:
-        yield from self.groups.ends() if self.groups is not None else ()
-        yield from (self.told,) if self.told is not None else ()
-
-
-def connect(opening: Opening, plan: Plan, compiled: Compiled | None, links: Links) -> Connected:
-    """All ranks of a job at once."""
-    groups = ProcessGroups(compiled.formation, links) if compiled is not None else None
-    return Connected(groups, opening.told(links, plan))
-
-
 class MadeAhead(Protocol):
     """What was made for a change while the old plan trained (`ahead.py`)."""
 
@@ -102,7 +82,8 @@ def change(
     """What this rank is from now on. config: with another size of batches. look: as in `Session.open`. ahead: for this
     change, on all ranks or on none.
 
-    Raises `ChangeRefused` on all ranks where one of them cannot: then all is as it was, and `member` goes on.
+    Raises `ChangeRefused` on all ranks where one of them cannot: then all is as it was, and `member` goes on. Raises
+    `StateLost` where a rank cannot use what has moved to it.
     """
     opening = member.opening
     assert opening is not None, "a session that was put together by hand stays as it is"
@@ -113,13 +94,14 @@ def change(
         compiled, layout, problem = locally_prepared(opening, plan, look, member)
         if isinstance(member, Session):
             member.step.engine.settle()
-        words = _said(group, _word(member, compiled, problem, opening, ahead is not None and ahead.has_groups))
+        has_groups = ahead is not None and ahead.has_groups
+        words = _said(group, _word(member, compiled, problem, opening, has_groups), problem)
     assert layout is not None
     with done.timed("connect"):
         if ahead is not None and all(word.connected for word in words):
             connected = ahead.take_groups()
         else:
-            connected = connect(opening, plan, compiled, links)
+            connected = connected_on_all(opening, plan, compiled, links, group)
         groups = connected.groups
         if groups is not None:
             groups.owns_links = _owns(member)
@@ -164,10 +146,10 @@ def _word(
     return _Word("", connected, _stays(member, compiled), slots, *member.state.scalars())
 
 
-def _said(group: Group, word: _Word) -> list[_Word]:
+def _said(group: Group, word: _Word, problem: PhalanxError | None) -> list[_Word]:
     """What all ranks say; raises on all of them where one has a problem."""
     words = [read_record(_Word, text) for text in group.texts(json.dumps(asdict(word)))]
-    require_none(group, [own.problem for own in words])
+    require_none(group, [own.problem for own in words], problem)
     return words
 
 
@@ -191,59 +173,6 @@ def open_member(opening: Opening, plan: Plan, read: Read, look: Look | None = No
 
 def _owns(member: Member) -> bool:
     return isinstance(member, Spare) or member.connected.owns_links
-
-
-def prepared(opening: Opening, plan: Plan, group: Group, look: Look | None) -> tuple[Compiled | None, StateLayout]:
-    """Functions and programs of a plan on all ranks of a group; raises on all of them where one refuses it."""
-    compiled, layout, problem = locally_prepared(opening, plan, look)
-    agree(group, problem)
-    assert layout is not None
-    return compiled, layout
-
-
-def locally_prepared(
-    opening: Opening, plan: Plan, look: Look | None, was: Member | None = None
-) -> tuple[Compiled | None, StateLayout | None, PhalanxError | None]:
-    """Functions and programs of the new plan, and that it fits: all that can be known before anything is touched; or
-    what is wrong with it. was: whose state is to move."""
-    compiled: Compiled | None = None
-    layout: StateLayout | None = None
-    try:
-        if opening.has_place(plan):
-            compiled = opening.remembered(plan)
-            layout = compiled.formation.state
-            _require_optimizer(opening, layout, was)
-            if look is not None:
-                look(compiled, opening.compile)
-        else:
-            layout = opening.layout(plan)
-    except LinkError:
-        raise
-    except PhalanxError as error:
-        return compiled, layout, error
-    return compiled, layout, None
-
-
-def _require_optimizer(opening: Opening, layout: StateLayout, was: Member | None) -> None:
-    """Refuses an optimizer that cannot update what the plan would give this rank, and one whose state lies, or would
-    lie, with the owners of matrices that a plan splits."""
-    weights: dict[str, Weight] = {}
-    for kept in layout.kept(opening.context.rank):
-        if kept.facts.trained:
-            empty = torch.empty([0] * len(kept.facts.shape), device=opening.device)
-            weights[kept.facts.name] = Weight(kept.piece, empty, empty, trained=True)
-    holders = Holders(layout, opening.context.rank, opening.device)
-    made = make_optimizer(weights, opening.config, opening.optimizer_class, opening.groups, holders)
-    if was is None:
-        return
-    now = was.state.optimizer.inner if isinstance(was, Session) else None
-    for plan, optimizer in ((layout.plan, made), (was.plan, now)):
-        if isinstance(optimizer, MatrixWise) and optimizer.ranks:
-            raise ChangeRefused(
-                f"plan {plan.shown} splits matrices that the optimizer updates whole: what their owners keep of it "
-                "cannot move while a run trains",
-                "choose plans with zero=0 and tp=1; or save, and go on from the checkpoint under the new plan",
-            )
 
 
 def _stays(member: Member, compiled: Compiled | None) -> bool:
@@ -274,8 +203,8 @@ def _moved(
     rank, was, old = opening.context.rank, member if isinstance(member, Session) else None, member.state.layout
     optimizer, loss_scale = _merged([word.optimizer for word in words]), words[0].loss_scale
     slots = slots_told(old, [word.slots for word in words])
+    migration = _planned(opening, old, layout, slots, group)
     held = {shard.name: data for shard, data in was.give_up_state()} if was is not None else {}
-    migration = migration_of(opening, old, layout, slots)
     done.bytes = migration.bytes_sent + gathered(layout).total()
     if opening.device.type == "cuda":
         gc.collect()  # what holds a session together refers to each other
@@ -290,6 +219,20 @@ def _moved(
     if compiled is None or connected is None:
         return None
     return made(opening, compiled, arrived, optimizer, loss_scale, connected.gather)
+
+
+def _planned(opening: Opening, old: StateLayout, new: StateLayout, slots: SlotsOf, group: Group) -> Migration:
+    """The moves of state, on all ranks; raises `ChangeRefused` on all of them where one does not find them."""
+    migration: Migration | None = None
+    problem: PhalanxError | None = None
+    try:
+        with refusing(f"how state moves to plan {new.plan.shown} cannot be found"):
+            migration = migration_of(opening, old, new, slots)
+    except PhalanxError as error:
+        problem = error
+    agree(group, problem)
+    assert migration is not None
+    return migration
 
 
 def homes(opening: Opening, compiled: Compiled | None) -> Home:
@@ -342,10 +285,20 @@ def made(
     opening: Opening, compiled: Compiled, arrived: Arrived, optimizer: dict[str, Any],
     loss_scale: dict[str, float] | None, zero: Group,
 ) -> State:  # fmt: skip
+    """Of what it is made, nothing is left: where it cannot be, this rank ends."""
+
     def read(name: str, is_master: bool, piece: Piece) -> Tensor:
         return piece.read(arrived, f"{'master' if is_master else 'model'}/{name}")
 
-    state = opening.state(compiled, read, only_shards=True)
-    state.parameters.collect(zero)
-    state.restore(arrived, optimizer, loss_scale)
+    try:
+        state = opening.state(compiled, read, only_shards=True)
+        state.parameters.collect(zero)
+        state.restore(arrived, optimizer, loss_scale)
+    except LinkError:
+        raise
+    except Exception as error:
+        if opening.config.on_loss != "stop" and opening.context.membership is not None:
+            raise  # to the others this rank is lost like one that crashed, and they go on; what is refused ends all
+        what = f"what had moved cannot be put in place under plan {compiled.plan.shown}"
+        raise StateLost(f"{what}: {first_line(error)}") from error
     return state

@@ -16,7 +16,7 @@ from phalanx.launch.context import RankContext
 from phalanx.model.lora import Lora, adapted_layers, merged
 from phalanx.model.zoo.zoo import ModelSpec, build
 from phalanx.params.gather_full import gather_full
-from phalanx.session.change import Member
+from phalanx.session.spare import Member
 from phalanx.state.adapters import has_own_adapters, write_adapters, write_own_adapters
 from phalanx.state.dcp import write_dcp
 from phalanx.state.huggingface import export

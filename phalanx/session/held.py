@@ -16,8 +16,8 @@ from phalanx.params.matrix_wise import MatrixWise
 from phalanx.params.mirrored import Mirrored
 from phalanx.params.rank_state import State
 from phalanx.plan.plan import Plan
-from phalanx.session.change import Member
 from phalanx.session.session import Session
+from phalanx.session.spare import Member
 
 
 @dataclass

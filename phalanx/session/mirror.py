@@ -28,9 +28,10 @@ from phalanx.params.matrix_wise import MatrixWise
 from phalanx.params.mirrored import checksums
 from phalanx.params.optimizer import is_muon
 from phalanx.plan.plan import Plan
-from phalanx.session.change import Member, everyone, everyones
+from phalanx.session.change import everyone, everyones
 from phalanx.session.mirroring import MOST_SHARE, Trial, begin_mirroring
 from phalanx.session.session import Session
+from phalanx.session.spare import Member
 from phalanx.state.layout import Layout, StateShard
 from phalanx.state.snapshot import Snapshot
 

@@ -14,8 +14,9 @@ from phalanx.engine.mirroring import End, Gradients, Mirroring
 from phalanx.params.layout_of import StateLayout
 from phalanx.params.mirrored import Mirrored
 from phalanx.params.optimizer import make_optimizer
-from phalanx.session.change import Member, everyone, everyones, links_of
+from phalanx.session.change import everyone, everyones, links_of
 from phalanx.session.session import Session
+from phalanx.session.spare import Member
 from phalanx.state.snapshot import Snapshot
 
 MOST_SHARE = 0.01  # of the time of steps that mirrors may take, where nobody said how often copies are taken

@@ -16,7 +16,7 @@ from phalanx.engine.step import Outcome
 from phalanx.params.layout_of import KeptSlot, StateLayout
 from phalanx.params.rank_state import Filled
 from phalanx.plan.plan import Plan
-from phalanx.session.session import Opening
+from phalanx.session.session import Opening, Session
 
 
 class NoState:
@@ -67,3 +67,6 @@ class Spare:
 
     def close(self) -> None:
         self.links.close()
+
+
+Member = Session | Spare  # what a rank is in a job

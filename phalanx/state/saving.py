@@ -14,7 +14,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from phalanx.errors import CheckpointError
+from phalanx.errors import CheckpointError, StoreError
 from phalanx.records import read_record
 from phalanx.state import folders
 from phalanx.state.index import FORMAT, RankRecord, StoredPiece, StoredTensor, piece_key
@@ -81,6 +81,8 @@ def save(
         if surplus:
             _verified(meeting, verify, final, written)
             meeting.agree(prune, 1, lambda: folders.prune(final, keep, spare))
+    except StoreError:
+        raise  # it is no fault of the checkpoint's that somebody is lost: whoever watches the ranks says who
     except (OSError, RuntimeError) as error:
         kind = StorageError if is_storage(error) else CheckpointError
         raise kind(

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.config import RunConfig
-from phalanx.errors import CheckpointError, ConfigError
+from phalanx.errors import CheckpointError, ConfigError, counted
 from phalanx.state import checkpoint
 from phalanx.state.folders import refuse_used
 from phalanx.state.rendezvous import Meeting
@@ -135,7 +135,8 @@ def restore(found: checkpoint.Checkpoint, fresh: Snapshot) -> Snapshot:
         )
     if stored.step > fresh.total_steps:
         raise ConfigError(
-            f"{found.path} has already trained {stored.step} steps, more than the {fresh.total_steps} asked for",
+            f"{found.path} has already trained {counted(stored.step, 'step')}, more than the {fresh.total_steps} asked "
+            "for",
             f"set steps to {stored.step} or more",
         )
     # What is still free to change is taken from the run that begins.
@@ -153,4 +154,4 @@ def resumed_text(found: checkpoint.Checkpoint, total_steps: int) -> str:
     """Where a resumed run comes from, and that it was to have another length, if that is so."""
     before = found.state["total_steps"]
     text = f"from {found.path}, after step {found.step}"
-    return text if before == total_steps else f"{text}; the run was to have {before} steps then"
+    return text if before == total_steps else f"{text}; the run was to have {counted(before, 'step')} then"

@@ -18,7 +18,8 @@ from phalanx.launch.context import RankContext
 from phalanx.observe.requests import Answer, Inbox, Request
 from phalanx.plan.complete import least_ranks
 from phalanx.plan.periods import Period
-from phalanx.session.change import Member, everyone
+from phalanx.session.change import everyone
+from phalanx.session.spare import Member
 
 SCHEDULED, ASKED = "as the options say", "asked for while it ran"
 _MEET = "meet"

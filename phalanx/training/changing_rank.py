@@ -78,6 +78,8 @@ class ChangingRank(SurvivingRank):
             raise refused
         self.changes.period, self.changes.since = wanted.period, step
         self.changes.answer(wanted, Answer(wanted.plans[0], refused=refused.message, hint=refused.hint))
+        if isinstance(refused, ChangeRefused) and refused.traceback:
+            record["traceback"] = refused.traceback
         return record | {"plan": wanted.plans[0], "refused": refusal(refused)}
 
     def _changed(self, wanted: Wanted, text: str, step: int, began: float) -> dict[str, Any]:

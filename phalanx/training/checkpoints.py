@@ -10,7 +10,7 @@ from phalanx.errors import CheckpointError, PhalanxError
 from phalanx.launch.context import RankContext
 from phalanx.launch.signals import StopRequest
 from phalanx.observe.phases import Phases
-from phalanx.session.change import Member
+from phalanx.session.spare import Member
 from phalanx.state.saving import StorageError
 from phalanx.state.snapshot import Snapshot
 from phalanx.training.folder import RunFolder

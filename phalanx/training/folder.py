@@ -114,9 +114,9 @@ class RunFolder:
         return saver
 
     def _room(self) -> int | None:
-        """For copies of state, on a host that ranks share."""
+        """For copies of state, on a host that ranks of this run share."""
         free = free_main_memory()
-        return None if free is None else int(_FOR_COPIES * free) // len(self.context.board.slots)
+        return None if free is None else int(_FOR_COPIES * free) // self.context.local_world
 
     def _open_remote(self, stack: contextlib.ExitStack, say: Say) -> None:
         """At the end of the run what is to be copied has been, or somebody was told."""

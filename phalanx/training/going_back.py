@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from phalanx.engine.step import Outcome
+from phalanx.errors import counted
 from phalanx.launch.context import RankContext
 from phalanx.plan import fields
 from phalanx.plan.plan import Plan
@@ -41,7 +42,8 @@ class RankGoingBack(ReadyRank):
     ) -> dict[str, Any]:  # fmt: skip
         """What is said of it. lost: tensors of which nobody has all that is needed of the newest step. mirrors: what is
         said of those."""
-        why = [f"nobody else held {lost[0]}" + (f" and {len(lost) - 1} other tensors" if len(lost) > 1 else "")]
+        others = f" and {counted(len(lost) - 1, 'other tensor')}" if len(lost) > 1 else ""
+        why = [f"nobody else held {lost[0]}{others}"]
         why += [text for word in words for text in word.damaged]
         why += [*(text for own in told for text in own.get("damaged", ())), *mirrors]
         copies = next((own["copies"] for own in told if own.get("copies")), [])

@@ -11,7 +11,7 @@ import torch
 
 from phalanx.config import RunConfig
 from phalanx.engine.inputs import split
-from phalanx.errors import PhalanxError
+from phalanx.errors import PhalanxError, counted
 from phalanx.observe.metrics import faster_in_half
 from phalanx.params.optimizer_groups import decays
 from phalanx.plan.plan import Plan
@@ -53,7 +53,8 @@ def header(
     if run.eval_batches is not None:
         rows["evaluation"] = run.eval_batches.describe()
     if run.plan.world > 1:
-        rows["ranks"] = ranks_text(run.plan)
+        opening = session.opening
+        rows["ranks"] = ranks_text(run.plan, opening.context.world if opening is not None else run.plan.world)
         decided = [reason for name, reason in run.reasons.items() if name in ("pp", "dp", "mb", "stages")]
         rows["stages"] = "; ".join(decided) or f"stages {'-'.join(map(str, run.plan.stages))}"
     if lab := os.environ.get("PHALANX_LAB"):
@@ -97,22 +98,23 @@ def plan_text(plan: Plan, batch_size: int) -> str:
     interleaved = " in 2 interleaved halves" if plan.halves == 2 else ""
     interleaved += ", each with the backward of the one before" if plan.pairs else ""
     return (
-        f"{plan.shown}: {replicas}{plan.mb} × {shown} of the {batch_size} samples{interleaved}, "
+        f"{plan.shown}: {replicas}{plan.mb} × {shown} of the {counted(batch_size, 'sample')}{interleaved}, "
         f"schedule {plan.schedule}, activations {plan.kept}"
     )
 
 
-def ranks_text(plan: Plan) -> str:
-    """`8 (2 in a pipeline × 2 replicas × 2 tensor-parallel)`."""
+def ranks_text(plan: Plan, num_ranks: int) -> str:
+    """`8 (2 in a pipeline × 2 replicas × 2 tensor-parallel), 1 more to spare`."""
     beside = f" × {plan.tp} tensor-parallel" if plan.tp > 1 else ""
-    return f"{plan.world} ({plan.pp} in a pipeline × {plan.dp} replicas{beside})"
+    spare = f", {num_ranks - plan.world} more to spare" if num_ranks > plan.world else ""
+    return f"{plan.world} ({plan.pp} in a pipeline × {counted(plan.dp, 'replica')}{beside}){spare}"
 
 
 def _optimizer_text(run: Prepared, config: RunConfig, session: Session, own_rate: bool) -> str:
     optimizer, trained = session.state.optimizer.inner, run.trainable
     end = "" if config.lr_schedule == "constant" else f" to {config.min_lr_ratio:.0%}"
     end += f" at step {config.lr_steps}" if config.lr_steps else ""
-    warmup = f" after {config.warmup_steps} warm-up steps" if config.warmup_steps else ""
+    warmup = f" after {counted(config.warmup_steps, 'warm-up step')}" if config.warmup_steps else ""
     parts = [
         type(optimizer).__name__ + (" (fused)" if optimizer.defaults.get("fused") else ""),
         "lr from your own function" if own_rate else f"lr {config.lr:g}, {config.lr_schedule}{end}{warmup}",
@@ -121,7 +123,9 @@ def _optimizer_text(run: Prepared, config: RunConfig, session: Session, own_rate
     if any(group.get("weight_decay") for group in optimizer.param_groups):
         usual = [name for name in trained if name not in run.groups.number]
         matrices = sum(decays(run.captured.shapes[name]) for name in usual)
-        parts.append(f"decay {config.weight_decay:g} on {matrices} matrices of {len(usual)} tensors")
+        decayed, of = counted(matrices, "matrix", "matrices"), counted(len(usual), "tensor")
+        parts.append(f"decay {config.weight_decay:g} on {decayed} of {of}")
     if run.groups.settings:
-        parts.append(f"{len(run.groups.number)} tensors in {len(run.groups.settings)} groups of their own")
+        own, groups = counted(len(run.groups.number), "tensor"), counted(len(run.groups.settings), "group")
+        parts.append(f"{own} in {groups} of their own")
     return ", ".join(parts)

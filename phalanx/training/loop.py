@@ -19,7 +19,7 @@ from torch import nn
 from phalanx.engine.inputs import split
 from phalanx.engine.measured import writing
 from phalanx.engine.step import Outcome, training_flops
-from phalanx.errors import CheckpointError, PhalanxError
+from phalanx.errors import CheckpointError, PhalanxError, counted
 from phalanx.lab.rehearsal import rehearse
 from phalanx.lab.spec import TIMED
 from phalanx.launch.context import RankContext
@@ -47,7 +47,7 @@ from phalanx.training.metrics import perplexity
 from phalanx.training.prediction import NUM_STEPS, Predictor
 from phalanx.training.reporting import Reporter, StepFacts
 from phalanx.training.spikes import RollBack, spike_limit
-from phalanx.training.standby import made_ahead
+from phalanx.training.standby import Judged
 
 
 class Loop(ChangingRank):
@@ -130,7 +130,7 @@ class Loop(ChangingRank):
                     raise
                 was = self.context.rank
                 self.forget_coming()
-                record = self.survive(error, reporter, checkpoints)
+                record = self.survive(error, reporter, checkpoints, stop)
                 progress = self._speak(reporter) if self.context.rank != was else None
                 self._went_on(record, reporter, checkpoints, progress)
 
@@ -157,6 +157,7 @@ class Loop(ChangingRank):
             reporter.losses = [before[step] for step in sorted(before)]
             replace_text(self.folder.path / "plan.json", self.run.plan.to_json() + "\n")
         reporter.recovered(record, self.missed, told)
+        self.context.slot.went_on()
         checkpoints.enter(self.context)
         self.context.slot.enter("step")
         self.context.slot.guard(True)
@@ -167,7 +168,8 @@ class Loop(ChangingRank):
             return
         self._mirror(self.snapshot.step, reporter)
         self._rehearse()
-        predictor, ahead = self._predictor(), self._ahead()
+        predictor = self._predictor()
+        ahead = self._ahead(predictor)
         profiled = self.config.profile_steps if self.is_rank0 else None
         with contextlib.closing(StepProfiler(profiled, self.folder.path)) as profiler:
             first_step = since = self.at = self.snapshot.step + 1
@@ -175,7 +177,8 @@ class Loop(ChangingRank):
                 self.at = step
                 self.context.slot.at_step(step)
                 if self.change_plan(step, reporter):
-                    since, predictor, ahead = step, self._predictor(f" from step {step} on"), self._ahead()
+                    since, predictor = step, self._predictor(f" from step {step} on")
+                    ahead = self._ahead(predictor)
                     self.mirror.renew()
                     self._mirror(self.snapshot.step, reporter)
                 phase = self.phases.phase("first step" if step == first_step else "steps")
@@ -233,17 +236,19 @@ class Loop(ChangingRank):
             if said := self.mirror.take(self.session, self.snapshot):
                 reporter.mirrored(said)
 
-    def _make_ahead(self, step: int, ahead: Iterator[Plan], reporter: Reporter) -> None:
+    def _make_ahead(self, step: int, ahead: Iterator[Plan | Judged | None], reporter: Reporter) -> None:
         began = time.perf_counter()
         with reporter.paused(), self.context.slot.within("compile"):
-            plan = next(ahead, None)
-        if plan is not None:
-            reporter.made_ahead(step, plan, time.perf_counter() - began)
+            found = next(ahead, None)
+        if isinstance(found, Plan):
+            reporter.made_ahead(step, found, time.perf_counter() - began)
+        elif found is not None:
+            reporter.judged(step, found, time.perf_counter() - began)
 
-    def _ahead(self) -> Iterator[Plan]:
+    def _ahead(self, predictor: Predictor | None) -> Iterator[Plan | Judged | None]:
         """What is made for the loss of a rank, where fewer are then to go on."""
         shrinks = self.survives and self.config.on_loss in ("shrink", "regrow")
-        return made_ahead(self, self.whole_plan) if shrinks else iter(())
+        return self.standby.made_ahead(self.whole_plan, predictor) if shrinks else iter(())
 
     def _deal_with(
         self, step: int, outcome: Outcome, reporter: Reporter, checkpoints: Checkpoints, stop: StopRequest,
@@ -363,7 +368,8 @@ class Loop(ChangingRank):
         seen = periods.at(step).sample_at(step + 1) - periods.at(back + 1).sample_at(back + 1)
         passed_over = self.snapshot.passed_over + seen
         raise RollBack(
-            f"the loss of step {spike} is a spike: going back to {newest.name}, and leaving {step - back} batches out",
+            f"the loss of step {spike} is a spike: going back to {newest.name}, "
+            f"and leaving {counted(step - back, 'batch', 'batches')} out",
             passed_over=passed_over, checkpoint=str(newest),
         )  # fmt: skip
 
@@ -430,6 +436,9 @@ class Loop(ChangingRank):
 def _logged_errors(log: RunLog) -> Iterator[None]:
     try:
         yield
+    except RollBack as back:
+        log.write("rollback", message=back.message, checkpoint=back.checkpoint, passed_over=back.passed_over)
+        raise
     except Exception as error:
         log.write("error", error=type(error).__name__, message=str(error))
         raise

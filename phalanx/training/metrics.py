@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from phalanx.config import RunConfig
 from phalanx.data.batches import Batches
 from phalanx.engine.compiled import Compiled
-from phalanx.errors import CaptureError, ConfigError, PhalanxError, nearest
+from phalanx.errors import CaptureError, ConfigError, PhalanxError, counted, nearest
 from phalanx.model.attach import Inputs, arguments_of, attached
 from phalanx.model.capture import capture
 from phalanx.model.captured import Captured
@@ -220,5 +220,6 @@ def _measured(name: str, metric: Metric, outputs: Mapping[str, Tensor], batch: B
         return found
     shown = f"shape {list(found.shape)}" if isinstance(found, Tensor) else repr(found)
     raise ConfigError(
-        f"metric {name!r} gave {shown} for {samples} samples", "return one value per sample, or a pair (sum, count)"
+        f"metric {name!r} gave {shown} for {counted(samples, 'sample')}",
+        "return one value per sample, or a pair (sum, count)",
     )

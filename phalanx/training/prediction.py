@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Hashable, Iterator
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -17,6 +18,7 @@ from phalanx.engine.memory import bucket_costs
 from phalanx.launch.context import RankContext
 from phalanx.predict.from_steps import Moment, Report, costs_of, report
 from phalanx.predict.simulate import seconds_among_others
+from phalanx.program.compile import CompiledPlan
 from phalanx.program.instructions import Instruction
 from phalanx.session.session import Session
 from phalanx.state.rendezvous import MissingRanks, StoreRendezvous
@@ -26,9 +28,20 @@ NUM_STEPS = 1 + NUM_RECORDED  # the first of a run compiles
 _KEY = "what instructions took"
 
 
+@dataclass(frozen=True)
+class Seen:
+    """What the ranks of one pipeline reported of measured steps, first to last, and what a step takes by that."""
+
+    programs: CompiledPlan
+    reports: list[Report]
+    step_seconds: float
+
+
 class Predictor:
     """One rank's part; it is told of every step with this session, from the first on. name: another one for every
-    session of a job."""
+    session of a job. seen: on rank 0, once it was due."""
+
+    seen: Seen | None = None
 
     def __init__(self, session: Session, context: RankContext, timeout: float, name: str = "") -> None:
         self._session, self._context, self._timeout, self._key = session, context, timeout, f"{_KEY}{name}"
@@ -91,7 +104,9 @@ class Predictor:
                 ]
         if context.rank > 0:
             return None
-        return seconds_among_others(compiled.programs, costs_of(compiled.programs, reports)) + self._between(steps)
+        seconds = seconds_among_others(compiled.programs, costs_of(compiled.programs, reports)) + self._between(steps)
+        self.seen = Seen(compiled.programs, reports, seconds)
+        return seconds
 
     def _moments(self, ahead: float) -> list[list[Moment]]:
         """Of each recorded step, on rank 0's clock."""

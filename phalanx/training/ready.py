@@ -34,14 +34,14 @@ from phalanx.plan.plan import Plan
 from phalanx.prepare.auto import choose_alone
 from phalanx.prepare.budget import Budget, Fit, MemoryGuard
 from phalanx.prepare.did_not_fit import LESS, DoesNotFit
-from phalanx.prepare.here import announce
+from phalanx.prepare.here import announce, measure_here, to_stderr
 from phalanx.prepare.initial_weights import load_buffers, open_weights
 from phalanx.prepare.prepare import Prepared, prepare, require_change
-from phalanx.session.ahead import Ahead, FirstBatch
-from phalanx.session.change import Change, Member, open_member
+from phalanx.session.ahead import Ahead, FirstBatch, with_functions
+from phalanx.session.change import Change, open_member
 from phalanx.session.change import change as change_plan
 from phalanx.session.session import Look, Opening
-from phalanx.session.spare import Spare
+from phalanx.session.spare import Member, Spare
 from phalanx.state.checkpoint import Checkpoint
 from phalanx.state.snapshot import Snapshot, restore, resumed_text
 from phalanx.tasks.base import Batch
@@ -83,6 +83,7 @@ class ReadyRank:
         self.folder = RunFolder(job.folder, job.config, context)
         self.phases = Phases(job.began)
         self.resumed: Path | None = None  # the checkpoint that the run went on from
+        self._costs_known: dict[int | None, list[float]] = {}
         self._foreseen: dict[tuple[int, Batches], WeakKeyDictionary[Compiled, Fit]] = {}  # by size and data of batches
 
     def set_up(self, say: Callable[[str], None]) -> dict[str, Any]:
@@ -91,7 +92,7 @@ class ReadyRank:
         _forget_earlier_runs()
         found = self.folder.to_resume(say)
         say(f"preparing {config.model}: data, graph, weights")
-        self._prepare(found, first_step=1 if found is None else found.step + 1)
+        self._prepare(found, 1 if found is None else found.step + 1, say=say)
         origin = self._open(found)
         run = self.run = dataclasses.replace(self.run, plan=self.session.plan, choice=job.choice or self.run.choice)
         self.snapshot.plans[-1]["plan"], self.changes.whole = run.plan.shown, run.plan.full_text
@@ -107,20 +108,27 @@ class ReadyRank:
         own_rate = job.lr_function is not None
         return header(run, now, self.session, origin, self.memory.fit, own_rate, padding)
 
-    def come_in(self, first_step: int, plan: str) -> None:
-        """In the place of a rank that was lost: prepares what the others have; what they hold comes from them."""
+    def come_in(self, first_step: int, plan: str, whole: str) -> None:
+        """In the place of a rank that was lost: prepares what the others have; what they hold comes from them. whole:
+        the plan of all ranks."""
         self._prepare(None, first_step, plan)
+        self.changes.whole = whole
         with self.phases.phase("weights"):
             self.opening = self._new_opening()[0]
         self._open_metrics()
         self.memory = self._memory_guard(self.changes.period.batch_size, self.run.batches)
 
-    def _prepare(self, found: Checkpoint | None, first_step: int, plan: str | None = None) -> None:
+    def _prepare(
+        self, found: Checkpoint | None, first_step: int, plan: str | None = None, say: Callable[[str], None] = to_stderr
+    ) -> None:
         """Model, data and plan, and where in the run it stands. plan: that of ranks that are already training."""
         config, job, context = self.config, self.job, self.context
         context.slot.enter("capture")
         if config.searches_plan and plan is None:
             announce(context, config.memory_bytes)
+            if context.world > 1:  # a rank alone may need no search
+                with self.phases.phase("measuring"):
+                    measure_here(context, config.dtype, say)
         with self.phases.phase("prepare"), self._rank_0_first() if plan is None else contextlib.nullcontext():
             run = self.run = prepare(
                 job.model, job.data, job.eval_data, config, context, collate=job.collate, groups=job.groups,
@@ -174,9 +182,10 @@ class ReadyRank:
         memory.held = sum(tensor.nbytes for tensor in self.session.state.tensors())
         config, ahead = self.config.override(batch_size=period.batch_size), coming.ahead if coming is not None else None
         try:
-            self.session, done = change_plan(self.session, plan, config, self._look(memory), ahead)
+            self.session, done = change_plan(self.session, plan, config, self.look_at_all(memory), ahead)
         finally:
             self.forget_coming()
+        self.opening = self.session.opening or self.opening
         self.run = dataclasses.replace(self.run, plan=plan, batches=batches)
         self.memory, self.changes.period = memory, period
         return done
@@ -191,7 +200,7 @@ class ReadyRank:
             self.config.override(batch_size=period.batch_size),
         )
         first_batch = self.first_batch(period.batch_size, batches)
-        opening = dataclasses.replace(self.session.opening or self.opening, config=config)
+        opening = dataclasses.replace(self.opening, config=config)
         look = lambda compiled: memory.foresee(compiled, opening.compile)  # noqa: E731
         self.coming = Coming(Ahead(self.session, plan, config, name, first_batch, look), memory, period.batch_size)
 
@@ -216,6 +225,10 @@ class ReadyRank:
 
         return look
 
+    def look_at_all(self, memory: MemoryGuard) -> Look:
+        """The same of a plan that takes the place of another: its functions must be possible, too."""
+        return with_functions(self._look(memory), memory.batch)
+
     def _expecting(self, look: Look, weights: Weights | None) -> Look:
         """The same; and of weights that are computed it is known then which will be asked for."""
         began = time.perf_counter()
@@ -231,11 +244,17 @@ class ReadyRank:
 
     def completed(self, period: Period, text: str, world: int) -> Plan:
         """A plan that the run can go on with, with nothing left open."""
-        costs = self.run.captured.blocks.flops(self.run.captured.dims(self.run.lengths[period.seq_len].batch(0, 1)))
-        usable = usable_ranks(text, world)
+        usable, costs = usable_ranks(text, world), self._costs(period.seq_len)
         plan = complete(text, world=usable, batch_size=period.batch_size, costs=costs, slot=self.config.slot).plan
         require_change(self.run, self.config, plan)
         return plan
+
+    def _costs(self, seq_len: int | None) -> list[float]:
+        """Of every block, for samples of a length that the data comes in."""
+        if seq_len not in self._costs_known:
+            captured, sample = self.run.captured, self.run.lengths[seq_len].batch(0, 1)
+            self._costs_known[seq_len] = [float(flops) for flops in captured.blocks.flops(captured.dims(sample))]
+        return self._costs_known[seq_len]
 
     def lr(self, step: int) -> float:
         if self.job.lr_function is not None:
@@ -273,8 +292,8 @@ class ReadyRank:
 
     def foresee(self, compiled: Compiled) -> None:
         """What memory a plan takes that may come in this period."""
-        opening, size = self.session.opening or self.opening, self.changes.period.batch_size
-        self._memory_guard(size, self.run.batches).foresee(compiled, opening.compile)
+        guard = self._memory_guard(self.changes.period.batch_size, self.run.batches)
+        guard.foresee(compiled, self.opening.compile)
 
     def first_batch(self, size: int, batches: Batches) -> FirstBatch:
         """This rank's part of the first batch of so many samples, under whatever plan."""

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from phalanx.engine.step import Outcome
-from phalanx.errors import PhalanxError
+from phalanx.errors import PhalanxError, counted
 from phalanx.observe.format import seconds_text
 from phalanx.observe.metrics import Meter, peak_memory
 from phalanx.observe.phases import Phases
@@ -163,6 +163,10 @@ class Reporter:
         """A plan for fewer ranks, for when one is lost."""
         self._log.write("ahead", step=step, plan=plan.shown, seconds=seconds)
 
+    def judged(self, step: int, said: Mapping[str, Any], seconds: float) -> None:
+        """With which plan fewer ranks would go on, and why."""
+        self._log.write("standby", step=step, seconds=seconds, **said)
+
     def mirrored(self, record: dict[str, Any]) -> None:
         """State was copied into the memory of other ranks, or need not be. Said where it is new."""
         self._log.write("mirror", **record)
@@ -259,7 +263,7 @@ class Reporter:
         if not updated and in_a_row > allowed:
             spikes = ", or their losses spikes" if self._snapshot.config["spike_factor"] else ""
             raise PhalanxError(
-                f"the gradients of {in_a_row} steps in a row were not finite{spikes}, the last at step "
+                f"the gradients of {counted(in_a_row, 'step')} in a row were not finite{spikes}, the last at step "
                 f"{self._snapshot.step} (max_nonfinite = {allowed})",
                 "lower lr, lengthen warmup_steps or set clip; or look for broken samples at these steps in the run log",
             )

@@ -18,17 +18,21 @@ import torch
 
 from phalanx.adapt.migrate import ChangeRefused
 from phalanx.comm import nccl
+from phalanx.comm.abandoned import let_go_of_ended
 from phalanx.comm.links import Group, Links
 from phalanx.engine.compiled import Compiled
 from phalanx.engine.step import Outcome
-from phalanx.errors import LinkError, PhalanxError, PlanError
+from phalanx.errors import LinkError, PhalanxError, PlanError, counted
 from phalanx.launch.context import RankContext
 from phalanx.launch.membership import Generation
+from phalanx.launch.signals import StopRequest
 from phalanx.params.layout_of import StateLayout
 from phalanx.plan import fields
 from phalanx.plan.plan import Plan
+from phalanx.planning.fewer import Order
+from phalanx.prepare.deterministic import changes_bits
 from phalanx.records import read_record
-from phalanx.session.change import prepared
+from phalanx.session.beforehand import prepared
 from phalanx.session.held import Held, Word, hold, newest_step, sums_of
 from phalanx.session.restoring import Place, Restoring, lost_with_mirrors, together
 from phalanx.session.session import Opening, Session
@@ -37,9 +41,11 @@ from phalanx.training.checkpoints import Checkpoints
 from phalanx.training.going_back import RankGoingBack
 from phalanx.training.job import Job
 from phalanx.training.reporting import Reporter
-from phalanx.training.standby import plans_for
+from phalanx.training.standby import Standby, said_of
 
+_LOOK_SECONDS = 0.005
 _JOIN_SECONDS = 3600.0  # for the others to come to the end of a step
+_WAIT_SECONDS = 10.0  # between looks for a signal, while there are too few ranks
 _GENERATION_SECONDS, _GENERATION_SILENCES = 30.0, 8.0  # at least: for supervisors to publish the next generation
 
 
@@ -51,6 +57,8 @@ class SurvivingRank(RankGoingBack):
     def __init__(self, job: Job, context: RankContext) -> None:
         super().__init__(job, context)
         self._seconds: dict[str, float] = {}  # that parts of getting together again took
+        self.standby = Standby(self)
+        self._refused: list[ChangeRefused] = []  # by some rank, of the plans that were tried then
 
     @property
     def survives(self) -> bool:
@@ -66,7 +74,9 @@ class SurvivingRank(RankGoingBack):
         """Whether it comes from other ranks, and not from this one."""
         return self.survives and (isinstance(error, LinkError) or self.context.abort.reason is not None)
 
-    def survive(self, error: PhalanxError, reporter: Reporter, checkpoints: Checkpoints) -> dict[str, Any]:
+    def survive(
+        self, error: PhalanxError, reporter: Reporter, checkpoints: Checkpoints, stop: StopRequest
+    ) -> dict[str, Any]:  # fmt: skip
         """Goes on in the next generation of the job, and tells what happened; raises `error` where there is none."""
         self.context.slot.enter("recover")
         self._seconds = {}
@@ -78,7 +88,7 @@ class SurvivingRank(RankGoingBack):
                 self.metrics.forget()
         while True:
             with self._timed("wait"):
-                context = self.context.renewed(max(_GENERATION_SECONDS, _GENERATION_SILENCES * self.config.silence))
+                context = self._next_generation(stop)
             if context is None:
                 raise error
             try:
@@ -87,6 +97,21 @@ class SurvivingRank(RankGoingBack):
                 error = again
                 if held is not None:
                     held.state.abandon()
+
+    def _next_generation(self, stop: StopRequest) -> RankContext | None:
+        """This rank in the next generation that has enough ranks; those that come prepare themselves for what it has.
+        A signal ends the wait: with a generation, or without a supervisor after a moment."""
+        was_asked = False
+        context = self.context.renewed(max(_GENERATION_SECONDS, _GENERATION_SILENCES * self.config.silence))
+        while context is not None and context.membership is not None and context.membership.generation.waits:
+            if context.rank == 0:
+                self.tell_others(context)
+            while (found := context.renewed(_WAIT_SECONDS)) is None and not context.board.aborted:
+                if stop.signal is not None and was_asked:
+                    break
+                was_asked = stop.signal is not None
+            context = found
+        return context
 
     @contextlib.contextmanager
     def _timed(self, part: str) -> Iterator[None]:
@@ -98,8 +123,10 @@ class SurvivingRank(RankGoingBack):
         """The part of a rank that was just started in the place of another, or that comes to the others."""
         context, membership = self.context, self.context.membership
         assert membership is not None
+        context.slot.enter("compile")
+        self.standby.make_for_newcomer(self.whole_plan)
+        context.slot.enter("recover")
         if membership.generation.is_ahead:
-            self.context.slot.enter("recover")
             waited = context.renewed(_JOIN_SECONDS)
             if waited is None:
                 raise LinkError("the run did not take this rank in")
@@ -108,16 +135,15 @@ class SurvivingRank(RankGoingBack):
 
     def tell_others(self, context: RankContext | None = None) -> None:
         """What ranks that come to this generation prepare themselves for."""
-        told = json.dumps([self.changes.since, self.session.plan.full_text])
+        told = json.dumps([self.changes.since, self.session.plan.full_text, self.changes.whole])
         (context or self.context).store.set("plan", told)
 
-    def wait_for_others(self) -> tuple[int, str]:
-        """Before a rank that was just started prepares anything: a step of the period that the others are in, and their
-        plan."""
-        while not self.context.store.check(["plan"]):
-            time.sleep(0.005)
-        at, plan = json.loads(self.context.store.get("plan"))
-        return at, plan
+    def wait_for_others(self) -> tuple[int, str, str]:
+        """Before a rank that was just started prepares anything: a step of the period that the others are in, their
+        plan, and that of all ranks."""
+        _wait_for(self.context, ["plan"])
+        at, plan, whole = json.loads(self.context.store.get("plan"))
+        return at, plan, whole
 
     def _meet(self, context: RankContext, held: Held | None, saving: bool, reporter: Reporter) -> dict[str, Any]:
         """All ranks of a generation, until they can train; what is said of it."""
@@ -126,6 +152,8 @@ class SurvivingRank(RankGoingBack):
         survived = context.rank not in generation.fresh
         if survived and context.rank == min(set(range(context.world)) - set(generation.fresh)):
             self.tell_others(context)
+        with self._timed("start"):
+            _until_all_are_there(context, generation)
         links = Links(context, timeout=self.config.timeout)
         try:
             with self._timed("meet"):
@@ -134,8 +162,8 @@ class SurvivingRank(RankGoingBack):
                 self._end_step(held, words)
                 told = _exchange(group, self._tell(survived, held, words, reporter, context))
             with self._timed("plan"):
-                restoring = self._planned(context, links, group, words, told)
-                nccl.until_given_up()
+                restoring, chosen = self._planned(context, links, group, words, told)
+                self._leave_old_links()
             with self._timed("restore"):
                 record = self._restored(restoring, held, words, told)
             reporter.stops, reporter.ends, reporter.changes = told[_best(words)]["asked"]
@@ -144,7 +172,8 @@ class SurvivingRank(RankGoingBack):
             raise
         self._enter(context, restoring.plan)
         self.lost_save = any(word.saving for word in words)
-        return record | _story(generation, restoring, self.config.on_loss) | {"parts": self._seconds}
+        record |= _story(generation, restoring, self.config.on_loss) | chosen | {"parts": self._seconds}
+        return record | _refusals(self._refused)
 
     def _end_step(self, held: Held | None, words: Sequence[Word]) -> None:
         """A step that counts, because another rank has ended it, is ended here, too."""
@@ -182,7 +211,8 @@ class SurvivingRank(RankGoingBack):
             said["snapshot"], said["records"] = self.snapshot.to_json(), list(reporter.newest)
             said["asked"] = [reporter.stops, reporter.ends, reporter.changes]
         if survived:
-            said["plans"], said["since"] = plans_for(self.whole_plan, context.world), self.changes.since
+            said["order"] = dataclasses.asdict(self.standby.order(self.whole_plan, context.world))
+            said["since"] = self.changes.since
             said["whole"] = self.changes.whole
             said["copies"], said["saved"] = self.mirror.told(), self._saved_step()
         return said
@@ -190,28 +220,33 @@ class SurvivingRank(RankGoingBack):
     def _planned(
         self, context: RankContext, links: Links, group: Group, words: Sequence[Word],
         told: Sequence[Mapping[str, Any]],
-    ) -> Restoring:  # fmt: skip
-        """The first plan for these ranks that none of them refuses, with everything but its state."""
+    ) -> tuple[Restoring, dict[str, Any]]:  # fmt: skip
+        """The first plan for these ranks that none of them refuses, with everything but its state; and what is said of
+        the choice."""
         first = next(rank for rank, word in enumerate(words) if word.survived)
-        opening = (self.session.opening if words[context.rank].survived else None) or self.opening
         self.changes.stay_in(told[first]["since"])
         self.changes.whole = told[first]["whole"]
         period = self.changes.period
         self.run = dataclasses.replace(self.run, batches=self.run.lengths[period.seq_len])
-        config = opening.config.override(batch_size=period.batch_size)
-        opening = dataclasses.replace(opening, context=context, config=config)
+        config = self.opening.config.override(batch_size=period.batch_size)
+        opening = dataclasses.replace(self.opening, context=context, config=config)
+        order, was = Order(**told[first]["order"]), Plan(**fields.read(words[first].plan or told[first]["whole"]))
         refused: PhalanxError = PlanError("none was found")
-        for text in told[first]["plans"]:
+        self._refused = []
+        for text in order.plans:
             try:
                 plan = self.completed(period, text, context.world)
                 had = words[context.rank].survived and isinstance(self.session, Session) and plan == self.session.plan
                 compiled, layout = self._compiled(opening, plan, group, had)
             except (ChangeRefused, PlanError) as error:
                 refused = error
+                self._refused += [error] if isinstance(error, ChangeRefused) else []
                 continue
-            return Restoring(opening, plan, compiled, layout, links, group)
+            bits = changes_bits(was, plan) if self.config.deterministic else ()
+            chosen = said_of(order, plan) | ({"bits": list(bits)} if bits else {})
+            return Restoring(opening, plan, compiled, layout, links, group), chosen
         raise PlanError(
-            f"ranks were lost, and there is no plan for the {context.world} that are left: {refused.message}",
+            f"ranks were lost, and there is no plan for {counted(context.world, 'rank')}: {refused.message}",
             "go on with --resume auto and as many ranks as before; or use on_loss=replace",
         )
 
@@ -219,11 +254,17 @@ class SurvivingRank(RankGoingBack):
         """Functions and programs. had: whether this rank already has a place in the plan, which then fits."""
         memory = self._memory_guard(self.changes.period.batch_size, self.run.batches)
         if not had:
-            nccl.until_given_up()  # whose memory is free then
-        found = prepared(opening, plan, group, None if had else self._look(memory))
+            self._leave_old_links()  # which frees their memory
+        found = prepared(opening, plan, group, None if had else self.look_at_all(memory))
         if not had:
             self.memory = memory
         return found
+
+    def _leave_old_links(self) -> None:
+        """Before anything is computed: communicators of before the loss end in the background."""
+        if not nccl.until_given_up(self.config.timeout):
+            raise LinkError(f"NCCL did not give up the connections of before the loss within {self.config.timeout:g} s")
+        let_go_of_ended()
 
     def _restored(
         self, restoring: Restoring, held: Held | None, words: Sequence[Word], told: Sequence[Mapping[str, Any]]
@@ -265,6 +306,21 @@ class SurvivingRank(RankGoingBack):
             self._open_generator()
 
 
+def _until_all_are_there(context: RankContext, generation: Generation) -> None:
+    """Those that were just started prepare themselves first, however long that takes: nobody connects to them before,
+    which has a time limit and on a GPU occupies it. One that ends meanwhile is for the supervisor to see."""
+    keys = [f"ready/{rank}" for rank in generation.fresh]
+    if context.rank in generation.fresh:
+        context.store.set(f"ready/{context.rank}", "")
+    _wait_for(context, keys)
+
+
+def _wait_for(context: RankContext, keys: Sequence[str]) -> None:
+    """Until others have written these; raises a LinkError where one of them is lost meanwhile."""
+    while keys and not context.store.check(keys):
+        time.sleep(_LOOK_SECONDS)
+
+
 def _best(words: Sequence[Word]) -> int:
     """Of the ranks that are left, the first of those that have told of most steps."""
     return max(range(len(words)), key=lambda rank: (words[rank].survived, words[rank].reported, -rank))
@@ -276,6 +332,13 @@ def _said(group: Group, word: Word) -> list[Word]:
 
 def _exchange(group: Group, said: Mapping[str, Any]) -> list[dict[str, Any]]:
     return [json.loads(text) for text in group.texts(json.dumps(said))]
+
+
+def _refusals(refused: Sequence[ChangeRefused]) -> dict[str, Any]:
+    """What is said of plans that would have been taken before."""
+    traces = "\n".join(error.traceback for error in refused if error.traceback)
+    said = {"refused": [error.message for error in refused]} if refused else {}
+    return said | ({"traceback": traces} if traces else {})
 
 
 def _story(generation: Generation, restoring: Restoring, on_loss: str) -> dict[str, Any]:

@@ -40,6 +40,7 @@ from phalanx.state.folders import latest
 from phalanx.state.lock import refuse_second_run
 from phalanx.state.remote import is_remote, local_copy
 from phalanx.training.callbacks import Callbacks
+from phalanx.training.failing import failure_told, failure_told_by_one
 from phalanx.training.guarded import fit_guarded
 from phalanx.training.job import Job, JobPayload, Result, Summary, fill, pack, stop_file, unpack
 from phalanx.training.loop import Loop
@@ -146,13 +147,15 @@ class Trainer:
                 self._say(back.message)
                 config = self.config.override(resume=back.checkpoint)
                 self.job = replace(self.job, config=config, passed_over=back.passed_over)
-        try:
-            return self._fit()
-        except RollBack as back:
-            raise PhalanxError(
-                f"{back.message}; that would be for the {MOST_ROLLBACKS + 1}th time",
-                "lower lr, set clip or a larger spike_factor; or look for broken samples at these steps in the run log",
-            ) from None
+        with failure_told(self.folder):
+            try:
+                return self._fit()
+            except RollBack as back:
+                raise PhalanxError(
+                    f"{back.message}; that would be for the {MOST_ROLLBACKS + 1}th time",
+                    "lower lr, set clip or a larger spike_factor; or look for broken samples at these steps in the run "
+                    "log",
+                ) from None
 
     def change(self, plan: str | Plan) -> None:
         """From a callback: another plan, between two of the next steps. `on_change` tells what came of it."""
@@ -189,7 +192,8 @@ class Trainer:
             context = waiting.pop() if waiting else join(self.config.device, folder=self.folder)
             assert context is not None
             try:
-                return run_joined_fitting(context, self._fit_here, job)
+                with failure_told_by_one(context, job.folder):
+                    return run_joined_fitting(context, self._fit_here, job)
             except DoesNotFit:
                 self.loop = None  # and with it what the attempt held
                 raise
@@ -216,7 +220,7 @@ class Trainer:
             survival = Survival(self.config.on_loss, self.config.min_ranks)
 
             def run(job: Job) -> list[Summary]:
-                with pack(job) as payload, as_on_every_rank():
+                with pack(job) as payload, as_on_every_rank(), failure_told(job.folder):
                     return follower.run(on_event, survival, fit_on_rank, payload)
 
             found = with_plans_that_fit(self.job, run, _unsaid)
@@ -274,7 +278,7 @@ class Trainer:
 
 def _run(pool: WorkerPool, job: Job, on_event: Callable[[str, Any], None] | None = None) -> Any:
     """What the first rank returned that is on this machine; None if there is none."""
-    with pack(job) as payload, as_on_every_rank():
+    with pack(job) as payload, as_on_every_rank(), failure_told(job.folder):
         how, least = job.config.on_loss, job.config.min_ranks
         found = pool.run(fit_on_rank, payload, on_event=on_event, on_loss=how, least=least)
         return next((each for each in found if each is not None), None)

@@ -7,20 +7,25 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
 from phalanx.adapt import portions
-from phalanx.adapt.exchange import Message
+from phalanx.adapt.exchange import Message, Staging
 from phalanx.adapt.migrate import ChangeRefused, _Stream
+from phalanx.comm.links import Links
 from phalanx.config import RunConfig
+from phalanx.errors import LinkError
 from phalanx.launch.context import RankContext
 from phalanx.params.flat import Piece
 from phalanx.params.gather_full import gather_full
 from phalanx.plan.complete import complete, usable_ranks
 from phalanx.plan.plan import Plan
-from phalanx.session.change import Member, change, open_member
+from phalanx.session import change as change_module
+from phalanx.session.change import change, open_member
 from phalanx.session.session import Opening, Session
+from phalanx.session.spare import Member
 from tests.captured import Case, named
 
 LR, SAMPLES = 1e-2, 8
@@ -34,6 +39,7 @@ class Trained:
     values: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
     bytes: list[int] = field(default_factory=list[int])
     refused: list[str] = field(default_factory=list[str])
+    traces: list[str] = field(default_factory=list[str])
 
 
 def case(name: str) -> Case:
@@ -86,11 +92,12 @@ def step(member: Member, of: Case, number: int) -> float:
 
 
 def ended(
-    member: Member, context: RankContext, losses: list[float], moved: list[int], refused: Sequence[str] = ()
-) -> Trained:
+    member: Member, context: RankContext, losses: list[float], moved: list[int], refused: Sequence[str] = (),
+    traces: Sequence[str] = (),
+) -> Trained:  # fmt: skip
     values = gathered(member, context, "end")
     member.close()
-    return Trained(losses, values, moved, list(refused))
+    return Trained(losses, values, moved, list(refused), list(traces))
 
 
 def gathered(member: Member, context: RankContext, name: str) -> dict[str, Tensor]:
@@ -125,10 +132,11 @@ def sorted_like(shards: Sequence[Any], pieces: Sequence[Any]) -> list[Any]:
 
 
 def train_with_failure(context: RankContext, name: str, plans: Sequence[str], failing: str, at: int) -> Trained:
-    """As `train`; the second change fails on rank 1, in its portion number `at`, and is tried again after a step."""
+    """As `train`; the second change fails on rank 1, where something is done for the `at`th time, and is tried again
+    after a step."""
     of = case(name)
     member = opened(context, of, plans[0])
-    losses, moved, refused = [step(member, of, 0)], list[int](), list[str]()
+    losses, moved, refused, traces = [step(member, of, 0)], list[int](), list[str](), list[str]()
     number = 1
     for count, plan in enumerate(plans[1:], start=1):
         fails = _broken(failing, at, context.rank == 1) if count == 2 else contextlib.nullcontext()
@@ -138,38 +146,60 @@ def train_with_failure(context: RankContext, name: str, plans: Sequence[str], fa
             moved.append(done.bytes)
         except ChangeRefused as error:
             refused.append(str(error))
+            traces.append(error.traceback)
             losses.append(step(member, of, number))
             number += 1
             member, done = change(member, planned(of, plan, context))
         losses.append(step(member, of, number))
         number += 1
-    return ended(member, context, losses, moved, refused)
+    return ended(member, context, losses, moved, refused, traces)
 
 
 @contextlib.contextmanager
 def _broken(failing: str, at: int, here: bool) -> Iterator[None]:
-    """A message that is damaged on its way from this rank, or a portion for which it has no room. Every bucket is a
-    portion, so that some have moved by then."""
-    calls, usual, portions.PORTION_BYTES = [0], portions.PORTION_BYTES, 0
-    name, kind = ("_room", _Stream) if failing == "room" else ("pack", Message)
-    whole = getattr(kind, name)
+    """On this rank something fails, where its `at`th call comes. While state moves every bucket is a portion, so that
+    some have moved by then."""
+    owner, name, breaks = _BREAKING[failing]
+    calls, whole = [0], getattr(owner, name)
 
-    def broken(self: Any, *arguments: Any) -> Any:
-        if failing == "room":
-            calls[0] += 1
-            if calls[0] == at:
-                raise RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory")
-            return whole(self, *arguments)
-        whole(self, *arguments)
-        calls[0] += bool(self.moves)
-        if self.moves and calls[0] == at:
-            arguments[0][-1] += 1  # the buffer
-        return None
+    def broken(self: Any, *arguments: Any, **options: Any) -> Any:
+        return breaks(lambda: whole(self, *arguments, **options), calls, at, self, arguments)
 
-    if here:
-        setattr(kind, name, broken)
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        if owner in (_Stream, Staging, Message):
+            patch.setattr(portions, "PORTION_BYTES", 0)
+        if here:
+            patch.setattr(owner, name, broken)
         yield
-    finally:
-        setattr(kind, name, whole)
-        portions.PORTION_BYTES = usual
+
+
+def _raising(error: Exception, always: bool = False) -> Any:
+    def breaks(call: Any, calls: list[int], at: int, *_: Any) -> Any:
+        calls[0] += 1
+        if calls[0] == at or (always and calls[0] > at):
+            raise error
+        return call()
+
+    return breaks
+
+
+def _damaged(call: Any, calls: list[int], at: int, message: Any, arguments: Any) -> None:
+    """A message on its way from this rank."""
+    call()
+    calls[0] += bool(message.moves)
+    if message.moves and calls[0] == at:
+        arguments[0][-1] += 1  # the buffer
+
+
+_NO_ROOM = RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory")
+_BREAKING: dict[str, tuple[Any, str, Any]] = {
+    "room": (_Stream, "_room", _raising(_NO_ROOM)),
+    "room from then on": (_Stream, "_room", _raising(_NO_ROOM, always=True)),
+    "room for messages": (Staging, "make_room", _raising(_NO_ROOM)),
+    "message": (Message, "pack", _damaged),
+    "compile": (Opening, "compile", _raising(RuntimeError("ptxas died\nwith a long dump"))),
+    "connect": (Links, "_connect", _raising(LinkError("rank 1 could not connect to rank 0: refused", "look at it"))),
+    "listen": (Links, "_connect", _raising(OSError("no more files"))),
+    "state": (Opening, "state", _raising(RuntimeError("the optimizer broke"))),
+    "moves": (change_module, "plan_migration", _raising(KeyError("wte"))),
+}

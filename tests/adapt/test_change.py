@@ -103,21 +103,6 @@ def test_twenty_plans_may_follow_each_other(pool: WorkerPool, plans: list[str]) 
     require_changes(pool, LLAMA, plans)
 
 
-@pytest.mark.parametrize(("failing", "at", "reason"), [
-    ("message", 3, "came damaged from rank 1 to rank"),
-    pytest.param("room", 1, "no room for model/", marks=pytest.mark.long),
-    pytest.param("room", 4, "no room for model/", marks=pytest.mark.long),
-])  # fmt: skip
-def test_a_change_that_fails_midway_is_moved_back_on_all_ranks(
-    failing: str, at: int, reason: str, pool: WorkerPool
-) -> None:
-    plans = ["pp=3,mb=2", "dp=3,zero=1", "pp=3,mb=2"]
-    expected = jobs.train(RankContext.alone(), GPT2, ["mb=2"], len(plans) + 1)
-    found = pool.run(jobs.train_with_failure, GPT2, plans, failing, at, world=3)
-    require_same(found[0], expected)
-    assert all(each.refused == found[0].refused and reason in each.refused[0] for each in found)
-
-
 def test_the_memory_of_a_plan_is_free_once_its_state_has_moved() -> None:
     of = jobs.case(GPT2)
     member = jobs.opened(RankContext.alone(), of, "mb=2")

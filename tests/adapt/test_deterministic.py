@@ -29,6 +29,7 @@ PLANS = (
     "pp=4,schedule=gpipe", "dp=4,zero=1", "pp=2,dp=2,schedule=zb-h1,recompute=light", "dp=4,zero=3,recompute=block",
     "pp=2,schedule=zb-v,dp=2,recompute=unit", "pp=1,dp=2,zero=1,offload=optimizer", "pp=3,offload=activations:1",
     "dp=4,zero=2,zero_degree=2", "pp=2,v=2,dp=2,schedule=interleaved,offload=optimizer-step",
+    "dp=4,zero=1,offload=parameters",
 )  # fmt: skip
 QUICK = ("dp=2,zero=2", "pp=2,dp=1,zero=0,recompute=unit", "dp=2,offload=optimizer-step")
 NAMES = {"GPT-2": GPT2, "Llama": LLAMA, "T5": T5, "BERT": "bert-base-cased"}
@@ -74,6 +75,20 @@ def test_half_precision_and_larger_slots_have_them_too(pool: WorkerPool) -> None
         expected = alone(GPT2, 3, dtype, slot)
         found = pool.run(train(dtype, slot), GPT2, ["dp=2,zero=1", "pp=2,dp=1,zero=0", "dp=2"], world=2)
         require_bits(found[0], expected)
+
+
+TENSOR_PLANS = (
+    "tp=2,dp=2,zero=1", "tp=2,pp=2,dp=1,zero=0,schedule=gpipe", "tp=2,dp=2,pp=1,schedule=1f1b,recompute=block",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["GPT-2", pytest.param("Llama", marks=pytest.mark.long)])
+def test_every_plan_of_one_tensor_degree_has_the_same_bits(name: str, pool: WorkerPool) -> None:
+    """Each from the beginning on, and all of them one after the other."""
+    expected = pool.run(train("float64"), NAMES[name], ["tp=2"], len(TENSOR_PLANS), world=2)[0]
+    for plan in TENSOR_PLANS:
+        require_bits(pool.run(train("float64"), NAMES[name], [plan], len(TENSOR_PLANS), world=4)[0], expected)
+    require_bits(pool.run(train("float64"), NAMES[name], TENSOR_PLANS, world=4)[0], expected)
 
 
 def test_exact_sums_are_those_of_the_model(pool: WorkerPool) -> None:

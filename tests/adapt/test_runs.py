@@ -107,7 +107,7 @@ def test_batches_and_samples_grow_with_the_plan_and_a_resumed_run_sees_the_same(
 
 def test_a_run_is_asked_for_another_plan_while_it_trains(tmp_path: Path, lent_ranks: list[int]) -> None:
     """From a callback, which is called in another process than the ranks; and a plan that it cannot have."""
-    options = {**OPTIONS, "steps": 16}  # so many that it still runs when the second question comes
+    options = {**OPTIONS, "steps": 48}  # so many that it still runs when the second question comes
     short_run("gpt2", DATA, tmp_path / "one", **options)
     answers: list[dict[str, Any]] = []
 
@@ -128,7 +128,7 @@ def test_a_run_is_asked_for_another_plan_while_it_trains(tmp_path: Path, lent_ra
     assert done["how"] == "asked for while it ran" and done["plan"].startswith("dp=2,zero=1")
     assert refused["refused"].startswith("plan: mb=9 cuts a batch of 8 samples into more micro-batches than it has")
     told = CliRunner().invoke(app, ["history", str(tmp_path / "two")]).output
-    assert "the run began, 16 steps, with plan pp=2,mb=2" in told
+    assert "the run began, 48 steps, with plan pp=2,mb=2" in told
     assert "→ dp=2,zero=1" in told and "was refused and the old one stays" in told and "the run ended with" in told
 
 

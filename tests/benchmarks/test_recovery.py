@@ -22,6 +22,7 @@ def test_the_page_holds_times_against_their_aims_and_tells_where_they_go(tmp_pat
         {"plan": "dp=4", "on_loss": "shrink", "what": "kill", "kills": kills},
         {"plan": "dp=4", "on_loss": "replace", "what": "kill", "kills": kills},
         {"plan": "dp=4", "on_loss": "shrink", "what": "hang", "kills": kills},
+        {"plan": "dp=4", "on_loss": recovery.SPARE, "what": "kill", "kills": kills},
     ]
     assert recovery.row(found[0], gpu=False) == [
         "dp=4",
@@ -33,9 +34,23 @@ def test_the_page_holds_times_against_their_aims_and_tells_where_they_go(tmp_pat
         "0.200",
         "at most 0.70",
     ]
-    assert [recovery.row(result, gpu=False)[-1] for result in found[1:]] == ["at most 3.00", "at most 1.50"]
+    assert [recovery.row(result, gpu=False)[-1] for result in found[1:]] == [
+        "at most 3.00",
+        "at most 1.50",
+        "at most 0.70",
+    ]
     assert {recovery.row(result, gpu=True)[-1] for result in found} == {"at most 2.20"}
-    assert recovery.parts_row(found[0])[3:] == ["0.100", "0.000", "0.000", "0.000", "0.200", "0.000", "0.000"]
+    assert recovery.parts_row(found[0])[3:] == [
+        "0.100",
+        "0.300",
+        "0.000",
+        "0.000",
+        "0.000",
+        "0.000",
+        "0.200",
+        "0.000",
+        "0.000",
+    ]
     report.write(tmp_path / "recovery.json", "recovery", {"gpu": False, "repeats": 3, "compile": "auto"}, found)
     page = recovery.page(tmp_path)
     assert "| dp=4 | shrink | kill | 3 | 0.700 |" in page and "| first step |" in page

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
+import random
+import socket
 import subprocess
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +19,11 @@ sys.path.insert(0, str(Path(__file__).parent.parent.parent / "benchmarks"))
 
 import report
 import soak
+import soak_left
 import soak_page
 import soak_runs
 from soak_checks import Followed, made_too_often
-from soak_job import Samples, Struck, give_order
+from soak_job import Fault, Samples, Struck, give_order
 from soak_limits import by_kernel, memory_limit
 from soak_settings import KINDS, Setting
 
@@ -63,11 +68,127 @@ def test_results_are_counted_by_what_happened(tmp_path: Path) -> None:
     )
 
 
-def test_steps_made_again_are_more_than_their_source_allows() -> None:
-    left = {"source": "the ranks that were left", "repeated": 1}
-    copies = {"source": "copies of step 4 …", "repeated": 9}
-    assert len(list(made_too_often([left, copies], 2))) == 2
-    assert not list(made_too_often([{"source": "the checkpoint x", "repeated": 4}, copies], "auto"))
+@pytest.mark.parametrize(
+    ("source", "kind"),
+    [
+        ("the ranks that were left", "the ranks that were left"),
+        ("the ranks that were left; of rank 1 from the mirror on rank 0", "the ranks that were left and mirrors"),
+        ("copies of step 10 in the memory of the ranks that were left", "copies in memory"),
+        ("the checkpoint checkpoints/step-00000025", "checkpoints"),
+        ("the beginning: there was no checkpoint", "the beginning"),
+    ],
+)
+def test_where_state_came_from_is_counted_by_what_a_loss_says(source: str, kind: str) -> None:
+    assert soak_page.kind_of_source(source) == kind
+
+
+def test_every_source_of_the_soak_is_one_that_is_counted() -> None:
+    results = json.loads((soak_page.RESULTS / "soak.json").read_text())["results"]
+    sources = [source for run in results for fault in run["faults"] for source in fault["sources"]]
+    counts = Counter(map(soak_page.kind_of_source, sources))
+    assert counts.total() == sum(len(fault["losses"]) for run in results for fault in run["faults"])
+    page = (soak_page.RESULTS / "soak.md").read_text()
+    assert all(f"{kind} ({count})" in page for kind, count in counts.items())
+
+
+def test_a_page_says_which_runs_were_looked_through_for_what(tmp_path: Path) -> None:
+    runs = [record(0, []), record(1, []) | {"looked_for": soak_left.LOOKED_FOR}]
+    report.write(tmp_path / "soak.json", "soak", {"memory_limit_by_kernel": True}, runs)
+    assert "1 of these 2 runs were made before it did so" in soak_page.page(tmp_path)
+    report.write(tmp_path / "soak.json", "soak", {"memory_limit_by_kernel": True}, runs[1:])
+    assert "before it did so" not in soak_page.page(tmp_path)
+    assert "## Runs that were taken out by hand" in soak_page.page(tmp_path)
+
+
+def loss(source: str, repeated: int) -> dict[str, Any]:
+    return {"kind": "loss", "source": source, "repeated": repeated}
+
+
+def made_again(source: str, repeated: int, mirror_every: int | str = 2, before: tuple[str, ...] = ()) -> list[str]:
+    """What is said of a loss after ten steps, checkpoints of which are three steps apart. before: other records."""
+    records = [{"kind": "step", "step": step} for step in range(1, 11)]
+    records += [{"kind": kind, "source": "the ranks that were left", "repeated": 0} for kind in before]
+    options = {"checkpoint_every": 3, "mirror_every": mirror_every}
+    return list(made_too_often([*records, loss(source, repeated)], options))
+
+
+@pytest.mark.parametrize(
+    ("source", "most"),
+    [
+        ("the ranks that were left", 0),
+        ("the ranks that were left; of rank 1 from the mirror on rank 0", 0),
+        ("copies of step 8 in the memory of the ranks that were left", 2),
+        ("the checkpoint x/step-00000006", 6),
+        ("the beginning: there was no checkpoint", 6),
+    ],
+)
+def test_no_more_steps_are_made_again_than_their_source_allows(source: str, most: int) -> None:
+    assert made_again(source, most) == []
+    assert made_again(source, most + 1) == [f"{most + 1} steps were made again from {source} (at most {most})"]
+
+
+def test_each_checkpoint_that_may_have_been_given_up_allows_as_many_steps_as_lie_between_two() -> None:
+    source = "the checkpoint x/step-00000006"
+    assert made_again(source, 12, before=("loss", "not_saved")) == []
+    assert len(made_again(source, 13, before=("loss", "not_saved"))) == 1
+
+
+def test_copies_whose_distance_is_found_in_the_run_are_no_older_than_a_checkpoint() -> None:
+    source = "copies of step 4 in the memory of the ranks that were left"
+    assert made_again(source, 6, "auto") == [] and len(made_again(source, 7, "auto")) == 1
+
+
+LINUX = pytest.mark.skipif(sys.platform != "linux", reason="processes are read from /proc")
+
+
+@LINUX
+def test_a_process_that_a_run_left_behind_is_found_and_ended_though_its_parent_is_gone() -> None:
+    asked = "import subprocess as s; print(s.Popen(['sleep', '60'], stdout=s.DEVNULL, stderr=s.DEVNULL).pid)"
+    with soak_left.marked("a run of a test"):
+        orphan = int(subprocess.run([sys.executable, "-c", asked], capture_output=True, check=True).stdout)
+    assert soak_left.processes_of("a run of a test") == {orphan}
+    assert soak_left.processes_of("a run of a tes") == set()
+    assert soak_left.left_running("a run of a test", seconds=0.1) == [f"process {orphan} (sleep) was left running"]
+    deadline = time.monotonic() + 10.0
+    while soak_left.processes_of("a run of a test") and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert soak_left.left_running("a run of a test") == []
+
+
+@LINUX
+def test_a_port_is_left_open_where_a_process_listens_on_it() -> None:
+    before = soak_left.listening(os.getpid())
+    with socket.socket() as one, socket.socket(socket.AF_INET6) as other, socket.socket() as bound:
+        for each, at in ((one, "127.0.0.1"), (other, "::1"), (bound, "127.0.0.1")):
+            each.bind((at, 0))
+        one.listen()
+        other.listen()
+        ports = {each.getsockname()[1] for each in (one, other)}
+        assert soak_left.listening(os.getpid()) - before == ports
+    assert soak_left.listening(os.getpid()) == before
+
+
+def test_open_files_of_a_rank_do_not_grow_with_losses() -> None:
+    assert soak_left.left_open(40, 0) == []
+    assert soak_left.left_open(41, 30) == ["a rank has 41 open files after 30 losses"]
+
+
+SHORT = ("second in recovery", "two at once", "stop", "abort", "kill", "half of them")
+
+
+@LINUX
+def test_a_short_soak_goes_well(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Six faults, one after the other, with all that the soak holds a run against."""
+    monkeypatch.setattr("phalanx.launch.processes.Popen", subprocess.Popen)  # processes with a mark of their own
+    draw = random.Random(1)
+    faults = tuple(Fault(kind, 2, draw.random() * 0.06, draw.getrandbits(32)) for kind in SHORT)
+    options = {"checkpoint_every": 3, "mirror_every": 1, "steps": 30, "timeout": 30.0}
+    setting = Setting(0, "pool", 4, "pp=2,dp=2,mb=2", "replace", faults, options)
+    expected = soak_runs.uninterrupted(tmp_path, 0, steps=30)
+    found = soak_runs.run(setting, tmp_path, expected)
+    assert found["problem"] == "" and found["looked_for"] == soak_left.LOOKED_FOR
+    assert [fault["kind"] for fault in found["faults"]] == list(SHORT)
+    assert all(fault["outcome"] == "went on" for fault in found["faults"])
 
 
 def test_a_log_is_followed_while_it_grows(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent.parent / "benchmarks"))
 
+import pytest
 import report
 import vigilance
 
@@ -19,6 +20,10 @@ FAULTS = {
 def test_a_step_that_was_made_twice_counts_when_it_was_made_last() -> None:
     log = [{"kind": "step", "step": step, "time": float(at)} for at, step in enumerate((1, 2, 3, 2, 3, 4))]
     assert vigilance._times([*log, {"kind": "loss", "time": 9.0}]) == [0.0, 3.0, 4.0, 5.0]
+
+
+def test_overhead_counts_what_happens_in_one_turn_of_many() -> None:
+    assert vigilance.overhead([(0.2, 0.2), (0.24, 0.2), (0.2, 0.2), (0.2, 0.2)]) == pytest.approx(0.05)
 
 
 def test_rows_have_a_cell_for_every_header() -> None:
@@ -35,3 +40,6 @@ def test_a_page_shows_what_all_its_files_hold(tmp_path: Path) -> None:
     assert f"| {' | '.join(vigilance.faults_row(FAULTS))} |" in page and "(vigilance_faults.json)" in page
     assert "`python benchmarks/vigilance.py --rounds 2 --faults 0`" in page
     assert "`python benchmarks/vigilance.py --rounds 2 --faults 2`" in page
+    assert vigilance.IN_A_ROW in page and vigilance.IN_TURNS not in page
+    report.write(tmp_path / "vigilance.json", "vigilance", {"rounds": 2}, [{**OVERHEAD, "turns": [[(0.2, 0.2)]]}])
+    assert vigilance.IN_TURNS in vigilance.page(tmp_path) and vigilance.IN_A_ROW not in vigilance.page(tmp_path)

@@ -17,6 +17,7 @@ from phalanx.cli import inspect, models
 from phalanx.cli.main import main
 from phalanx.model.facts.facts import load
 from phalanx.model.zoo import zoo_table
+from phalanx.predict.update import Update
 
 LLAMA_70B = "meta-llama/Llama-3.3-70B-Instruct"
 
@@ -92,7 +93,7 @@ def test_memory_follows_the_precision() -> None:
         sums = inspect.totals(replace(facts, dtype=dtype), dims)
         names = ("weight_bytes", "gradient_bytes", "optimizer_bytes")
         assert [sums[name] for name in names] == [size * count for size in sizes]
-    assert inspect.totals(facts, dims, master_weights=False)["optimizer_bytes"] == 4 * count
+    assert inspect.totals(facts, dims, Update(master_weights=False))["optimizer_bytes"] == 4 * count
 
 
 def test_memory_without_master_weights(capsys: pytest.CaptureFixture[str]) -> None:
@@ -114,7 +115,11 @@ def test_blocks_of_different_lists_are_named_in_full() -> None:
     ("arguments", "message", "hint"),
     [
         (["gtp2"], "unknown model 'gtp2'", "hf download"),
-        (["gpt2", "--dtype", "bf16"], "option dtype = 'bf16' is not one of bfloat16, float32, float64", "bfloat16"),
+        (
+            ["gpt2", "--dtype", "bf16"],
+            "dtype = 'bf16' is not one of bfloat16, float16, float32, float64",
+            "bfloat16",
+        ),
         (["gpt2", "--seq-len", "1025"], "seq_len = 1025 is more than 'gpt2' has positions for", "between 1 and 1024"),
         (["vit-base", "--seq-len", "8"], "seq_len = 8 does nothing: the inputs of 'google/vit", "leave seq_len out"),
         (["gpt2", "--task", "causal"], "unknown task 'causal'; did you mean 'causal-lm'", ""),
@@ -130,7 +135,7 @@ def test_a_mistake_is_named_with_the_next_step(
 
 
 @pytest.mark.parametrize(
-    "options", [{"tiny": True}, {"live": True}, {"dtype": "float32"}, {"task": "text-classification"}]
+    "options", [{"tiny": True}, {"live": True}, {"dtype": "float64"}, {"task": "text-classification"}]
 )
 def test_shipped_facts_are_not_used_where_they_are_about_something_else(
     options: dict[str, Any], monkeypatch: pytest.MonkeyPatch

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
+import typer
 
+from phalanx.cli import inspect, program
+from phalanx.cli import plan as plan_verbs
 from phalanx.cli.main import main
+from phalanx.config import RunConfig
 from phalanx.plan.plan import Plan
 from phalanx.planning.runs import COLUMNS
 from phalanx.profile.data import DataProfile, to_rows
@@ -104,17 +109,126 @@ def test_without_master_weights_state_and_update_are_smaller(capsys: pytest.Capt
 
 
 @pytest.mark.parametrize(
-    "verb",
+    ("options", "state", "moved"),
     [
-        ("plan", *GPT2, "--cluster", "1 A100"), ("estimate", *GPT2, "--cluster", "1 A100", "--plan", "mb=1"),
-        ("program", *GPT2), ("inspect", "gpt2"),
+        (("--dtype", "float16"), 12, 32), (("--dtype", "float16", "--no-master-weights"), 4, 16),
+        (("--optimizer", "sgd"), 4, 16), (("--optimizer", "sgd", "--optimizer-options", "momentum=0.9"), 8, 24),
+        (("--optimizer", "torch.optim.Adagrad", "--no-master-weights"), 2, 12),
     ],
 )  # fmt: skip
+def test_state_and_update_are_those_of_the_optimizer_and_precision(
+    options: tuple[str, ...], state: int, moved: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """moved: bytes of a parameter that its update reads and writes; 32 with AdamW and masters."""
+    case = ("estimate", *GPT2, "--cluster", "1 A100", "--batch-size", "8", "--plan", "mb=2", "--json")
+    usual, own = (json.loads(shown(capsys, *case, *more)) for more in ((), options))
+    (held,) = own["memory_bytes"]
+    assert held["optimizer"] == state * PARAMETERS and held["weights"] == 2 * PARAMETERS
+    assert own["parts_seconds"]["optimizer"] == pytest.approx(moved / 32 * usual["parts_seconds"]["optimizer"])
+    searched = json.loads(shown(capsys, "plan", *case[1:], *options))
+    assert searched["plans"][0]["memory_bytes"] == [held]
+    inspected = json.loads(shown(capsys, "inspect", "gpt2", *options, "--batch-size", "2", "--plan", "mb=2", "--json"))
+    assert inspected["totals"]["optimizer_bytes"] == state * PARAMETERS
+    (rank,) = inspected["memory"]["ranks"]
+    assert rank["masters"] + rank["moments"] == state * PARAMETERS
+    assert "inputs" in shown(capsys, "program", *GPT2, *options, "--plan", "mb=2")
+
+
+def test_less_state_leaves_room_for_a_plan_that_would_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
+    case = ("plan", "--model", "meta-llama/Meta-Llama-3-8B", "--cluster", "1 A100, host 1GB", "--batch-size", "1",
+            "--seq-len", "512")  # fmt: skip
+    assert "does not fit" in refused(capsys, *case)
+    assert "the best:" in shown(capsys, *case, "--optimizer", "sgd", "--no-master-weights")
+
+
+VERBS = [
+    ("plan", *GPT2, "--cluster", "1 A100"), ("estimate", *GPT2, "--cluster", "1 A100", "--plan", "mb=1"),
+    ("program", *GPT2), ("inspect", "gpt2"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("verb", VERBS)
+@pytest.mark.parametrize(
+    ("options", "message", "hint"),
+    [
+        (("muon",), "optimizer = 'muon' cannot be foreseen: its state and update depend on the shapes", "with adamw"),
+        (("adam",), "option optimizer = 'adam' is unknown", "did you mean 'adamw'"),
+        (("mine.Adan",), "'mine.Adan' cannot be foreseen: what it keeps of a parameter", "torch.optim.Adagrad"),
+        (("sgd", "--optimizer-options", "nesterov=true"), "nesterov changes neither memory nor time", "momentum would"),
+        (("sgd", "--optimizer-options", "momentum"), "'momentum' is not of the form NAME=VALUE", "momentum=0.9"),
+        (("torch.optim.ASGD", "--optimizer-options", "t0=1"), "t0 changes neither memory nor time", "leave it out"),
+    ],
+)
+def test_an_optimizer_that_cannot_be_foreseen_is_refused(
+    verb: tuple[str, ...], options: tuple[str, ...], message: str, hint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = refused(capsys, *verb, "--optimizer", *options)
+    assert message in said and hint in said
+
+
+def test_options_are_called_and_explained_as_those_of_train() -> None:
+    app = typer.Typer()
+    for module in (plan_verbs, program, inspect):
+        module.register(app)
+    group: Any = typer.main.get_command(app)
+    for verb, *_ in VERBS:
+        says = {own.name: own for own in group.commands[verb].params}
+        for name in (
+            "optimizer",
+            "optimizer_options",
+            "master_weights",
+            "dtype",
+            *(["lora"] if "lora" in says else []),
+        ):
+            assert says[name].help == RunConfig.model_fields[name].description
+            assert f"--{name.replace('_', '-')}" in says[name].opts
+
+
+@pytest.mark.parametrize("verb", VERBS[:-1])
+def test_adapters_are_read_as_train_reads_them(verb: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+    said = refused(capsys, *verb, "--tiny", "--lora", "rank=4")
+    assert "option lora: 'rank=4' is no setting of adapters" in said and "write r=16" in said
+
+
+@pytest.mark.long
+def test_adapters_alone_are_planned_to_be_trained(capsys: pytest.CaptureFixture[str]) -> None:
+    case = ("--model", "gpt2", "--tiny", "--seq-len", "128", "--batch-size", "8", "--plan", "mb=2")
+    on = ("--cluster", "1 A100", "--json")
+    usual, own = (json.loads(shown(capsys, "estimate", *case, *on, *more)) for more in ((), ("--lora", "r=4")))
+    (more,), (less,) = usual["memory_bytes"], own["memory_bytes"]
+    assert less["optimizer"] < more["optimizer"] / 4 and less["gradients"] < more["gradients"] / 4
+    assert less["weights"] > more["weights"] and own["parts_seconds"]["optimizer"] < usual["parts_seconds"]["optimizer"]
+    assert json.loads(shown(capsys, "plan", *case, *on, "--lora", "r=4"))["plans"][0]["memory_bytes"] == [less]
+    assert "moments" in shown(capsys, "program", *case, "--lora", "r=4")
+
+
+@pytest.mark.parametrize("verb", VERBS)
 def test_no_master_weights_where_there_are_none_is_refused(
     verb: tuple[str, ...], capsys: pytest.CaptureFixture[str]
 ) -> None:
     said = refused(capsys, *verb, "--dtype", "float32", "--no-master-weights")
-    assert "master_weights = False does nothing with dtype = float32" in said and "--dtype bfloat16" in said
+    assert "master_weights = False does nothing with dtype = float32" in said and "--dtype bfloat16 or float16" in said
+
+
+def test_devices_that_are_left_out_are_named_with_what_that_brings(capsys: pytest.CaptureFixture[str]) -> None:
+    slow = ("plan", *GPT2, "--cluster", "16x1 H100, network 1Gb/s, price 2", "--batch-size", "16")
+    text = " ".join(shown(capsys, *slow).split())
+    assert "leaves out 15 of the 16 H100: " in text and "× as fast as the best plan for all 16 devices (" in text
+    assert " on " in text.partition("the best: ")[0] and "16x1 H100" in text
+    data = json.loads(shown(capsys, *slow, "--objective", "cost", "--json"))
+    assert data["objective"] == "cost" and "× cheaper, and " in data["left_out"]
+    all_of_them = next(own for own in data["plans"] if own["on"] == "16x1 H100")
+    assert data["plans"][0]["on"] == "1x1 H100" and "% dearer: " in all_of_them["lost"]
+    best = data["plans"][0]
+    assert best["dollars_per_million_tokens"] == pytest.approx(2 / 3600 / best["tokens_per_second"] * 1e6)
+
+
+def test_a_range_of_batches_is_judged_by_cost_where_that_is_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+    plan = ("plan", *GPT2, "--cluster", "4 A100, price 2", "--batch-size", "32-64", "--objective", "cost")
+    assert "of those looked at the cheapest through the data" in " ".join(shown(capsys, *plan).split())
+    found = json.loads(shown(capsys, *plan, "--json"))
+    rates = [own["useful_tokens_per_dollar"] for own in found["batches"]]
+    assert 1e6 / found["plans"][0]["dollars_per_million_tokens"] == pytest.approx(max(rates))
 
 
 def test_a_lab_is_a_cluster(capsys: pytest.CaptureFixture[str]) -> None:
@@ -158,6 +272,8 @@ def test_an_estimate_says_where_time_and_memory_go(capsys: pytest.CaptureFixture
         (("--cluster", "4 A100", "--compare", "dp=2,tp=2,degrees=4"), "degree 4 for all layers, which does not divide"),
         (("--cluster", "64 A100", "--compare", "tp=64"), "gpt2 attends with 12 heads, which 64 ranks cannot split"),
         (("--cluster", "1 A100", "--plan", "zero=1"), "plan: zero=1 does nothing with dp=1"),
+        (("--cluster", "4 A100", "--objective", "cost"), "objective = cost needs what devices cost, and the cluster"),
+        (("--cluster", "4 A100", "--objective", "money"), "option objective = 'money' is not one of time, cost"),
         (("--cluster", "4 A100", "--dtype", "int8"), "option dtype = 'int8' is not one of"),
         (("--cluster", "4 A100", "--calibration", "no.json"), "option calibration = 'no.json': cannot be read"),
         (("--cluster", "4 A100", "--out", "no/plan.json"), "option out = 'no/plan.json' cannot be written"),
@@ -174,7 +290,10 @@ def test_what_cannot_be_is_refused_with_the_reason(
 def test_a_batch_without_a_sample_for_every_replica_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     error = refused(capsys, "plan", *GPT2, "--cluster", "1024x8 A100", "--batch-size", "1")
     assert "a batch of 1 samples is too small for 8192 devices: every replica needs a sample" in error
-    assert "→ use a batch of" in error
+    assert "→ use a batch of 128 samples or more" in error  # 8 in a pipeline of 14 blocks, 8 share 12 heads
+    error = refused(capsys, "plan", *GPT2, "--cluster", "64x8 A100", "--batch-size", "7")
+    assert "→ use a batch of 8 samples or more, or fewer devices" in error
+    assert "best" in shown(capsys, "plan", *GPT2, "--cluster", "64x8 A100", "--batch-size", "8", "--plan", "pp=8")
 
 
 def test_a_model_that_fits_nowhere_says_what_it_lacks_and_what_would_help(capsys: pytest.CaptureFixture[str]) -> None:

@@ -116,13 +116,13 @@ def test_the_options_about_the_model_choose_whose_facts_are_shown(
 ):
     asked: list[object] = []
 
-    def find(*arguments: object, live: bool):
-        asked.extend([*arguments, live])
+    def find(*arguments: object, live: bool, lora: str | None):
+        asked.extend([*arguments, live, lora])
         return load("gpt2")
 
     monkeypatch.setattr("phalanx.cli.program.find_facts", find)
     shown(capsys, "--task", "causal-lm", "--dtype", "float32", "--tiny")
-    assert asked == ["gpt2", "causal-lm", "float32", True, False]
+    assert asked == ["gpt2", "causal-lm", "float32", True, False, None]
 
 
 def test_a_zoo_model_needs_no_torch():

@@ -148,8 +148,16 @@ def test_communicators_of_one_device_are_given_up_all_at_once():
     others = threading.Barrier(3)
     communicators = [Communicator(others) for _ in range(3)]
     give_up(communicators)
-    until_given_up()
+    assert until_given_up()
     assert all(each.is_given_up for each in communicators)
+
+
+def test_whoever_waits_for_old_communicators_learns_that_one_has_not_ended():
+    others = threading.Barrier(2)
+    give_up([Communicator(others)])
+    assert not until_given_up(0.01)
+    others.wait(5.0)
+    assert until_given_up()
 
 
 class Library:

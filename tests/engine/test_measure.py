@@ -13,11 +13,10 @@ from phalanx.errors import CaptureError
 from phalanx.expressions import evaluate
 from phalanx.model.capture import capture
 from phalanx.model.captured import Captured
-from phalanx.model.facts.facts import load
+from phalanx.model.facts.facts import FIRST, ModelFacts, load, to_json
 from phalanx.model.zoo.zoo import ModelSpec, build, resolve
 from phalanx.plan.plan import Plan
 from phalanx.predict.from_facts import shipped
-from phalanx.predict.split_facts import splits_path
 from phalanx.tasks.base import Input
 
 DTYPE = torch.bfloat16
@@ -94,16 +93,46 @@ def test_what_grows_in_steps_is_an_error_that_names_the_block() -> None:
     assert "stride" in error.value.hint
 
 
-@long
-@pytest.mark.parametrize("name", ["phalanx-demo", "openai/whisper-small", "google/vit-base-patch16-224-in21k"])
-def test_shipped_facts_are_what_is_measured_today(name: str) -> None:
+@pytest.mark.parametrize(
+    "name, dtype",
+    [
+        pytest.param("phalanx-demo", "float32", marks=long),
+        pytest.param("phalanx-demo", "bfloat16", marks=long),
+        pytest.param("phalanx-demo", "float16", marks=long),
+        pytest.param("meta-llama/Llama-3.2-1B", "float32", marks=long),
+        pytest.param("meta-llama/Llama-3.2-1B", "float16", marks=long),
+        pytest.param("google/vit-base-patch16-224-in21k", "bfloat16", marks=long),
+        pytest.param("google/vit-base-patch16-224-in21k", "float16", marks=long),
+    ],
+)
+def test_shipped_facts_are_what_is_measured_today(name: str, dtype: str) -> None:
     """When this fails after a change of capture or of what is saved: python -m phalanx.engine.describe."""
-    spec = resolve(name)
-    captured = capture(spec, tasks.get(spec.task).inputs(spec.config), dtype=DTYPE, check=False, use_cache=False)
-    facts = measure(spec, captured, DTYPE)
-    assert facts == load(name)
-    if splits_path(name).is_file():
-        assert describe(captured, Plan(), "bfloat16") == shipped(facts, Plan())
-    if name in SPLIT_MODELS:
+    captured, facts = _measured(name, dtype)
+    assert facts == load(name, dtype)
+    for plan in (Plan(), Plan(recompute=("light",))):
+        assert describe(captured, plan, dtype) == shipped(facts, plan)
+    if name in SPLIT_MODELS and dtype == FIRST:
         split = Plan(tp=2, sequence=True)
-        assert describe(captured, split, "bfloat16") == shipped(facts, split)
+        assert describe(captured, split, dtype) == shipped(facts, split)
+
+
+@pytest.mark.parametrize(
+    "name, dtype",
+    [
+        pytest.param("openai/whisper-small", "bfloat16", marks=long), ("phalanx-demo", "float32"), ("gpt2", "float32"),
+        ("openai/whisper-small", "float16"), ("google-t5/t5-small", "float16"), ("google-t5/t5-small", "float32"),
+    ],
+)  # fmt: skip
+def test_shipped_facts_know_what_a_model_does_for_a_dtype_alone(name: str, dtype: str) -> None:
+    """Encoders of these kinds clamp in float16 what they hand on."""
+    _, facts = _measured(name, dtype)
+    assert facts == load(name, dtype)
+    if dtype == "float16":
+        first = load(name)
+        assert first is not None and to_json(facts) != to_json(first).replace(FIRST, dtype)
+
+
+def _measured(name: str, dtype: str) -> tuple[Captured, ModelFacts]:
+    spec, own = resolve(name), getattr(torch, dtype)
+    captured = capture(spec, tasks.get(spec.task).inputs(spec.config), dtype=own, check=False, use_cache=False)
+    return captured, measure(spec, captured, own)

@@ -48,6 +48,12 @@ def test_a_link_carries_what_it_is_set_to_within_a_tenth(tmp_path: Path):
     assert 0.9e9 < rate < 1.1e9
 
 
+def test_a_command_is_told_what_the_links_carry(tmp_path: Path):
+    with Lab("nodes=2,link=1gbit", logs=tmp_path) as lab:
+        assert lab.run(python("print('network', os.environ['PHALANX_NETWORK'])")) == 0
+    assert "network 0.125GB/s" in (tmp_path / "rank-1.log").read_text()
+
+
 def test_a_slowed_link_carries_less_and_the_next_command_finds_it_restored(tmp_path: Path):
     with Lab("nodes=2,link=200mbit") as lab:
         slowed = "0s slow_link node=1 rate=20mbit"

@@ -5,14 +5,17 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
+import socket
 import sys
 import threading
 import time
+import weakref
 from dataclasses import replace
 from typing import Any
 
 import torch
 
+from phalanx.comm.abandoned import let_go_of_ended
 from phalanx.comm.links import Links
 from phalanx.comm.pending import Pending
 from phalanx.errors import BeginAnew, ConfigError, LinkError, RankError
@@ -161,6 +164,39 @@ def _broken_in_the_middle(context: RankContext, kind: str, name: str) -> str:
     return "all of it had come"
 
 
+def given_up_again_and_again(context: RankContext, times: int) -> list[tuple[int, int]]:
+    """Rank 0 waits for what rank 1 never begins, and links are given up: each time, how many files and threads this
+    process has once nothing is left of the operation. Whoever waits for that longer than ten seconds fails."""
+    found = list[tuple[int, int]]()
+    for number in range(times):
+        tensor = torch.ones(1 << 16)
+        alive = weakref.ref(tensor)
+        links = Links(replace(context, abort=AbortEvent()), timeout=60.0, name=f"number{number}")
+        group = links.group((0, 1))
+        if context.rank == 0:
+            group.all_reduce(tensor)
+        _together(context, f"given up {number}")
+        links.abort()
+        del links, group, tensor
+        deadline = time.monotonic() + 10.0
+        while alive() is not None or let_go_of_ended() or _in_background():
+            assert time.monotonic() < deadline, "tensors of an operation that was given up are still kept"
+            time.sleep(0.01)
+        found.append((len(os.listdir("/dev/fd")), len(os.listdir("/proc/self/task"))))
+    return found
+
+
+def _together(context: RankContext, when: str) -> None:
+    """Returns once all ranks have come here, without any links."""
+    context.store.set(f"{when} {context.rank}", "yes")
+    for rank in range(context.world):
+        context.store.get(f"{when} {rank}")
+
+
+def _in_background() -> bool:
+    return any(thread.name in ("phalanx-drop", "phalanx-deadline") for thread in threading.enumerate())
+
+
 def _message(links: Links, data: torch.Tensor) -> Pending:
     """From rank 1 to rank 0."""
     if links.context.rank == 0:
@@ -197,6 +233,35 @@ def never_connected(context: RankContext) -> None:
     if context.rank == 0:
         Links(context, timeout=1.0).group((0, 1))
     time.sleep(30)
+
+
+def gives_up_to_connect(context: RankContext) -> float:
+    """Rank 1 never comes; the seconds after which nothing is left of what waited for it."""
+    if context.rank == 1:
+        context.store.get("nothing is left")
+        return 0.0
+    before, began = len(os.listdir("/dev/fd")), time.monotonic()
+    own = replace(context, abort=AbortEvent())
+    threading.Timer(0.5, own.abort.set, ("rank 1 was lost",)).start()
+    try:
+        Links(own, timeout=3.0).group((0, 1))
+    except LinkError as error:
+        assert "rank 1 was lost" in error.message
+    while len(os.listdir("/dev/fd")) > before or any(it.name == "phalanx-call" for it in threading.enumerate()):
+        assert time.monotonic() - began < 30.0, "somebody still waits for a rank that was lost"
+        time.sleep(0.01)
+    context.store.set("nothing is left", "yes")
+    return time.monotonic() - began
+
+
+def goes_round(context: RankContext) -> int:
+    """What this makes listens on the port that it returns, and refers to itself."""
+
+    class Listens:
+        def __init__(self) -> None:
+            self.socket, self.itself = socket.create_server(("127.0.0.1", 0)), self
+
+    return Listens().socket.getsockname()[1]
 
 
 def not_contiguous(context: RankContext) -> None:

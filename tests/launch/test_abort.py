@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import subprocess
 import sys
+import threading
+import time
+import weakref
 
 import pytest
 
@@ -44,6 +48,32 @@ def test_a_process_does_not_abort_when_it_ends_during_a_call():
 def test_a_call_that_is_no_longer_wanted_is_abandoned():
     with pytest.raises(Late):
         within(60.0, lambda: __import__("time").sleep(0.3), unless=lambda: True)
+
+
+class Made:
+    """Something that a call makes."""
+
+
+def test_what_an_abandoned_call_had_made_goes_when_it_fails():
+    wanted, made = threading.Event(), list[weakref.ref[Made]]()
+
+    def fails_late() -> None:
+        own = Made()
+        made.append(weakref.ref(own))
+        wanted.wait(10.0)
+        raise RuntimeError("nobody came")
+
+    gc.disable()  # which would find it in the end
+    try:
+        with pytest.raises(Late):
+            within(0.1, fails_late)
+        wanted.set()
+        deadline = time.monotonic() + 10.0
+        while made[0]() is not None and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert made[0]() is None
+    finally:
+        gc.enable()
 
 
 def test_what_a_call_raises_is_raised():

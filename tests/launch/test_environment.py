@@ -63,6 +63,8 @@ def test_mpi_ranks_of_one_machine_need_no_address():
 def test_mpi_ranks_of_several_machines_are_told_to_set_an_address():
     with pytest.raises(ConfigError, match=r"several machines \(2 of 4 ranks are here\).*MASTER_ADDR"):
         find_place(OPEN_MPI)
+    with pytest.raises(ConfigError, match=r"several machines \(1 of 4 ranks is here\)"):
+        find_place({**OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "1", "OMPI_COMM_WORLD_LOCAL_RANK": "0"})
     place = find_place({**OPEN_MPI, "MASTER_ADDR": "head", "MASTER_PORT": "29500"})
     assert place is not None and (place.node, place.host, place.port) == (1, "head", 29500)
 

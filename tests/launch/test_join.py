@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from phalanx.launch import monitor
-from phalanx.launch.join import join
+from phalanx.launch.join import find_place, join
 from tests import children
 
 ROOT = Path(__file__).parents[2]
@@ -182,6 +182,25 @@ def test_without_a_supervisor_a_silent_rank_is_told_with_where_it_stands():
         for process in ranks:
             process.kill()
             process.communicate(timeout=10)
+
+
+@pytest.mark.parametrize(
+    ("variables", "expected"),
+    [
+        ({"RANK": "5", "WORLD_SIZE": "6", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "a"}, 2),
+        ({"RANK": "5", "WORLD_SIZE": "6", "LOCAL_RANK": "1", "MASTER_ADDR": "a"}, 6),
+        ({"OMPI_COMM_WORLD_RANK": "5", "OMPI_COMM_WORLD_SIZE": "6", "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+          "OMPI_COMM_WORLD_LOCAL_SIZE": "2", "MASTER_ADDR": "a"}, 2),
+        ({"SLURM_PROCID": "5", "SLURM_NTASKS": "6", "SLURM_LOCALID": "0", "SLURM_NODEID": "2", "SLURM_JOB_ID": "7",
+          "SLURM_STEP_NODELIST": "a[1-3]", "SLURM_STEP_TASKS_PER_NODE": "2(x2),1"}, 1),
+        ({"SLURM_PROCID": "5", "SLURM_NTASKS": "6", "SLURM_LOCALID": "0", "SLURM_NODEID": "2", "SLURM_JOB_ID": "7",
+          "SLURM_STEP_NODELIST": "a[1-3]"}, 6),
+    ],
+    ids=["torchrun", "by hand", "Open MPI", "SLURM", "SLURM without counts"],
+)  # fmt: skip
+def test_a_launcher_says_how_many_ranks_share_a_machine(variables: dict[str, str], expected: int):
+    place = find_place({**variables, "MASTER_PORT": "29500"})
+    assert place is not None and place.local_world == expected
 
 
 def test_without_a_launcher_nothing_is_joined():

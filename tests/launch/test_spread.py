@@ -15,13 +15,13 @@ from typing import Any
 
 import pytest
 
-from phalanx.errors import BeginAnew, ConfigError, LateError, LinkError
+from phalanx.errors import BeginAnew, ConfigError, LateError, LinkError, PhalanxError
 from phalanx.launch.follower import Follower, Survival
 from phalanx.launch.lifeline import Lifeline
 from phalanx.launch.membership import Generation
 from phalanx.launch.rank_main import Done, Failed, Left
 from phalanx.launch.remote import SpreadProcesses
-from phalanx.launch.renewal import Renewal
+from phalanx.launch.renewal import OnLoss, Renewal
 from phalanx.launch.spread import Orders, Spread, orders_key, outcome_of, send, told
 from phalanx.launch.status_board import StatusBoard
 from phalanx.launch.store import JobStore, host_store
@@ -265,12 +265,14 @@ def test_that_all_may_begin_anew_after_an_error_is_known_on_the_other_side() -> 
 class Machine:
     """One that has room, or has not; processes that are buried are gone at once."""
 
+    in_doubt = False
+
     def __init__(self, number: int, room: bool) -> None:
         self.alive = {process: SimpleNamespace(gone=False) for process in range(number)}
-        self._room = room
+        self.room = room
 
     def can_start(self, rank: int) -> bool:
-        return self._room
+        return self.room
 
     def start_one(self, rank: int) -> None:
         self.alive[rank] = SimpleNamespace(gone=False)
@@ -290,7 +292,7 @@ def test_losses_in_a_row_are_those_without_a_finished_step_between_them(tmp_path
         for slot in board.slots:
             slot.at_step(7)
             slot.guard(True)
-        return renewal.renew([1], ["rank 1 was lost"])
+        return renewal.renew([], ["connections broke"])
 
     for _ in range(6):
         board.slots[0].finish_step()
@@ -314,13 +316,96 @@ def test_a_rank_that_just_came_and_loses_the_others_is_lost_and_does_not_end_the
     assert not watch._add(Trouble(0, board.slots[0].read(), failed=failed)) and board.aborted  # it holds state
 
 
-def test_a_job_that_may_not_go_on_with_so_few_ranks_ends_when_no_machine_has_room(tmp_path: Path) -> None:
-    """The processes are all of one machine here, and it says that it has no room."""
-    board = StatusBoard.create(tmp_path / "board", 2)
-    for slot in board.slots:
-        slot.guard(True)
+class Few:
+    """Ranks of which some are lost, and that are not to go on with fewer than `least`."""
 
-    job, processes = SimpleNamespace(members=Generation(0, (0, 1))), Machine(2, room=False)
-    renewal = Renewal(processes, board, job, {}, "shrink", pytest.fail, 2)  # pyright: ignore[reportArgumentType]
-    reason = renewal.renew([1], ["rank 1 was lost"])
-    assert reason == "1 ranks are left, min_ranks = 2, and no machine has room for others"
+    def __init__(self, folder: Path, on_loss: OnLoss, room: bool, number: int = 2, least: int = 2) -> None:
+        self.board, self.told = StatusBoard.create(folder / "board", number), list[str]()
+        job = SimpleNamespace(members=Generation(0, tuple(range(number))), silence=15.0)
+        self.machine, store = Machine(number, room), SimpleNamespace(set=lambda key, text: self.told.append(text))
+        given = (self.machine, self.board, job, store, on_loss, lambda *_: None, least)
+        self.renewal = Renewal(*given)  # pyright: ignore[reportArgumentType]
+        self.watch = Watch(self.machine, self.board, job, self.renewal)  # pyright: ignore[reportArgumentType]
+        for slot in self.board.slots:
+            slot.guard(True)
+
+    def lose(self, process: int = 1, error: PhalanxError | None = None) -> Generation:
+        failed = None if error is None else Failed(error, error.message, "")
+        trouble = Trouble(process, self.board.slots[process].read(), "was killed", failed=failed)
+        assert self.watch._add(trouble), "the job ended"
+        return self.renewal.generation
+
+    def come(self, process: int) -> None:
+        """A process that was started is ready, and the ranks are where they meet newcomers."""
+        for number in (process, *self.renewal.generation.members):
+            self.board.slots[number].await_generation(self.renewal.generation.number + 1)
+
+
+@pytest.mark.parametrize("on_loss", ["shrink", "regrow", "replace"])
+def test_too_few_ranks_wait_for_a_place_to_start_others(
+    on_loss: OnLoss, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The processes are all of one machine here, and it says at first that it has no room."""
+    few = Few(tmp_path, on_loss, room=False)
+    now = few.lose()
+    assert (now.members, now.fresh, now.waits) == ((0,), (), True)
+    assert "rank 1 was killed during start; fewer ranks are left than min_ranks" in capsys.readouterr().err
+    few.watch._tend()
+    few.come(0)
+    few.watch._look_for_broken_links()
+    assert not few.renewal.newcomers.is_coming(1) and few.renewal.generation is now
+    few.machine.room = True
+    few.watch._tend()
+    assert few.renewal.newcomers.is_coming(1)
+    few.come(1)
+    few.watch._tend()
+    then = few.renewal.generation
+    assert (then.members, then.fresh, then.waits) == ((0, 1), (1,), False)
+    assert then.lost == ("rank 1 was killed during start", "a process came to be rank 1")
+
+
+def test_ranks_that_wait_go_on_only_with_as_many_as_they_need(tmp_path: Path) -> None:
+    few = Few(tmp_path, "replace", room=False, number=4, least=3)
+    assert not few.lose(3).waits and few.lose(2).waits and few.lose(1).waits
+    few.machine.room = True
+    few.watch._tend()
+    few.come(1)
+    few.watch._tend()
+    assert few.renewal.generation.waits and not few.board.invited
+    few.come(2)
+    few.watch._tend()
+    assert few.renewal.generation.members[0] == 0 and len(few.renewal.generation.members) == 3
+
+
+def test_ranks_that_wait_go_on_without_others_once_a_signal_asks_them_to_end(tmp_path: Path) -> None:
+    few = Few(tmp_path, "replace", room=False)
+    assert few.lose().waits
+    few.watch.stop()
+    now = few.renewal.generation
+    assert (now.number, now.members, now.waits, now.lost) == (2, (0,), False, ("rank 1 was killed during start",))
+
+
+def test_a_process_that_cannot_begin_is_tried_again_later_and_the_others_go_on_without_it(tmp_path: Path) -> None:
+    few = Few(tmp_path, "replace", room=True, least=1)
+    assert few.lose().fresh == (1,)  # in its place at once
+    now = few.lose(1, ConfigError("no device", "look"))
+    assert (now.members, now.fresh, now.waits) == ((0,), (), False)
+    assert now.lost == (
+        "rank 1 was killed during start", "the process that was to be rank 1 failed (no device) during start",
+    )  # fmt: skip
+    few.watch._tend()
+    assert not few.renewal.newcomers.is_coming(1)  # it is waited with
+
+
+def test_what_a_rank_refuses_that_holds_state_ends_the_job(tmp_path: Path) -> None:
+    few = Few(tmp_path, "replace", room=True, least=1)
+    failed = Failed(ConfigError("no", "look"), "no", "")
+    assert not few.watch._add(Trouble(1, few.board.slots[1].read(), failed=failed)) and few.board.aborted
+
+
+def test_a_rank_that_is_lost_again_soon_after_it_came_is_replaced_later(tmp_path: Path) -> None:
+    few = Few(tmp_path, "replace", room=True, least=1)
+    assert few.lose().members == (0, 1)
+    few.board.slots[1].guard(True)
+    few.watch._tend()
+    assert few.lose().members == (0,)

@@ -68,6 +68,8 @@ def test_a_failure_report_has_the_last_instructions_of_every_rank():
         lines = str(_rank_error(trouble, views)).splitlines()
         assert "    rank 0, step 7: F0.12 F0.13 F0.14 F0.15 F0.16 F0.17 F0.18 F0.19" in lines
         assert "    … and 4 other ranks" in lines
+    del views[19], views[18], views[17]
+    assert str(_rank_error(Trouble(1, views[1], "left"), views)).endswith("    … and 1 other rank")
     own = Trouble(1, views[1], failed=Failed(None, "ValueError: x", ""))
     assert "last instructions" not in str(_rank_error(own, views)), "an error of a rank's own speaks for itself"
 
@@ -188,13 +190,31 @@ def test_a_rank_whose_heart_stops_leaves_where_it_stands(tmp_path: Path):
 def test_the_heartbeat_moves_the_counter_and_rings_when_the_job_is_over(tmp_path: Path):
     board = StatusBoard.private(1)
     board.reset()
-    membership = Membership(board, board.slots[0], 0, Generation(0, (0,)))
+    membership = Membership(board, board.slots[0], 0, Generation(0, (0,)), {})
     first, abort = board.slots[0].read().beat, membership.abort
     with heartbeat(board.slots[0], membership.look, StackFile(tmp_path / "stack", 60.0)):
         assert not abort.wait(0.6)
         assert board.slots[0].read().beat > first
         board.abort()
         assert abort.wait(5.0) and abort.reason == "another rank failed"
+
+
+@pytest.mark.parametrize(
+    ("places", "members", "expected"),
+    [
+        ({}, (0, 1, 2), 3),
+        ({0: (0, 0), 1: (0, 1), 2: (1, 0), 3: (1, 1)}, (0, 1, 2, 3), 2),
+        ({0: (0, 0), 1: (0, 1), 2: (1, 0), 3: (1, 1)}, (0, 2, 3), 1),
+    ],
+    ids=["one machine", "two machines", "a rank less"],
+)  # fmt: skip
+def test_a_process_knows_how_many_ranks_share_its_machine(
+    places: dict[int, tuple[int, int]], members: tuple[int, ...], expected: int
+):
+    board = StatusBoard.private(4)
+    board.reset()
+    membership = Membership(board, board.slots[0], 0, Generation(0, members), places)
+    assert membership.local_world == expected
 
 
 def test_the_abort_event_calls_each_listener_once_even_one_that_comes_late():

@@ -48,7 +48,7 @@ def stranger(server: Any) -> Any:
 def context(store: JobStore, rank: int, world: int = 2) -> RankContext:
     board = StatusBoard.private(world)
     board.reset()
-    return RankContext(rank, world, rank, 0, "cpu", store, 0, 0, board, board.slots[rank])
+    return RankContext(rank, world, rank, world, 0, "cpu", store, 0, 0, board, board.slots[rank])
 
 
 def test_what_a_rank_writes_another_reads(server: Any):

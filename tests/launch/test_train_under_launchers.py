@@ -19,6 +19,8 @@ import pytest
 from phalanx.cli.main import main
 from phalanx.errors import ConfigError, PlanError
 from phalanx.launch.worker_pool import WorkerPool
+from phalanx.observe.runlog import read_log
+from phalanx.observe.story import story
 from phalanx.plan.plan import Plan
 from phalanx.training import trainer
 from tests.children import Popen, environment
@@ -115,6 +117,29 @@ def test_under_torchrun_a_killed_worker_ends_the_job_and_is_named(tmp_path: Path
     _, err = process.communicate(timeout=60)
     # torchrun notices first, ends the others and tells which one it was.
     assert process.returncode != 0 and "Signal 9 (SIGKILL)" in err and f"pid: {worker}" in err, err
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("lost", "said"),
+    [
+        (1, "failed: rank 1 (stage 1) stopped answering for "),
+        (0, "failed: the store of this job does not answer: rank 0 or its launcher is gone or stands still"),
+    ],
+)
+def test_without_a_supervisor_a_rank_that_is_left_tells_the_log_who_was_lost(
+    tmp_path: Path, lost: int, said: str
+) -> None:
+    ranks = slurm(8 + lost, tmp_path, steps=ENDLESS, checkpoint_every=1)
+    wait_for_step(tmp_path, 1, 4, ranks[0])
+    ranks[lost].kill()
+    outputs = [process.communicate(timeout=120) for process in ranks]
+    told = list(story(read_log(tmp_path / "log-rank0.jsonl")))
+    assert said in told[-1] and sum("failed: " in line for line in told) == 1, (
+        told[-3:],
+        [each[1][:1500] + "<...>" + each[1][-1500:] for each in outputs],
+    )
+    assert "--resume auto" in told[-1] and f"error: {told[-1].partition('failed: ')[2]}" in outputs[1 - lost][1]
 
 
 def children(pid: int) -> list[int]:
@@ -236,7 +261,7 @@ def test_a_number_of_ranks_makes_a_simple_plan(lent_ranks: list[int], tmp_path: 
     result = short_run("gpt2", DATA, tmp_path, **OPTIONS, ranks=2, plan="simple")
     header = records(tmp_path, "start")[0]["header"]
     assert json.loads((tmp_path / "plan.json").read_text())["pp"] == 2
-    assert header["ranks"] == "2 (2 in a pipeline × 1 replicas)"
+    assert header["ranks"] == "2 (2 in a pipeline × 1 replica)"
     assert "pp 2: all ranks in one pipeline" in header["stages"]
     assert lent_ranks == [2] and list(result.losses) == list(losses(tmp_path).values())
 

@@ -67,8 +67,26 @@ def test_shipped_facts_are_complete_and_consistent(name: str) -> None:
         assert sum(evaluate(shared.bytes, dims) for shared in block.shared) <= evaluate(block.saved_bytes, dims)
 
 
+@pytest.mark.parametrize("name", zoo_table.names())
+def test_facts_of_other_precisions_say_the_same_of_what_does_not_depend_on_it(name: str) -> None:
+    """Of all models in float16, and in float32 of those that have a file."""
+    first, wider = _shipped(name), ("float32",) if shipped_path(name, "float32").is_file() else ()
+    for dtype in ("float16", *wider):
+        facts = load(name, dtype)
+        assert facts is not None and (facts.dtype, facts.num_parameters) == (dtype, first.num_parameters)
+        assert [block.units for block in facts.blocks] == [block.units for block in first.blocks]
+        dims = dict.fromkeys(facts.dims, 8)
+        assert dtype == "float16" or facts.saved_bytes(dims) > first.saved_bytes(dims)
+        crossing = {tensor.dtype for block in facts.blocks for tensor in block.crossing}
+        assert "bfloat16" not in crossing and dtype in crossing
+
+
+def test_facts_of_a_precision_that_is_not_shipped_are_not_made_up() -> None:
+    assert load("gpt2", "float64") is None
+
+
 def test_all_shipped_facts_together_are_small() -> None:
-    assert sum(path.stat().st_size for path in SHIPPED.rglob("*.json")) < 2**20
+    assert sum(path.stat().st_size for path in SHIPPED.rglob("*.json*")) < 2**20
 
 
 def test_a_model_that_is_not_in_the_zoo_has_no_facts() -> None:

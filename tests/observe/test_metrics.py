@@ -5,7 +5,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.observe.metrics import Meter, device_peak_flops, faster_in_half, peak_flops, peak_memory
+from phalanx.observe.metrics import Meter, device_peak_flops, faster_in_half, peak_memory
+from phalanx.planning.precision import peak_flops
 
 
 def feed(meter: Meter, seconds: list[float], tokens: int = 100, flops: float = 1e9) -> list[dict]:

@@ -57,6 +57,8 @@ def test_a_file_says_the_same_and_may_describe_a_device() -> None:
     [
         ("", "cluster: the description is empty"),
         ("8x8 H101", "cluster: no device 'H101' is known"),
+        ("8x8", "cluster: '8x8' says how many devices, and not which"),
+        ("8, network 3GB/s", "cluster: '8' says how many devices, and not which"),
         ("0x8 H100", "cluster: '0x8 H100' has no nodes"),
         ("8x0 H100", "cluster: '8x0 H100' has no devices"),
         ("8x8 H100, nvlnk 3GB/s", "cluster: unknown word 'nvlnk'"),

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from phalanx.plan.plan import Plan
 from phalanx.planning.cluster import Cluster
 from phalanx.planning.cost import Machine, Software
 from phalanx.planning.estimate import PARTS, estimate
-from phalanx.planning.explain import slice_sentence, slice_tokens, what_limits, why_lost
+from phalanx.planning.explain import slice_sentence, slice_tokens, what_helps, what_limits, why_lost
+from phalanx.planning.search import search
 from phalanx.planning.work import Shape, transformer
 
 SHAPES = {
@@ -50,3 +53,35 @@ def test_every_part_of_a_step_has_words() -> None:
         other = type(own)(**{**vars(own), "parts": slower, "step_seconds": 2 * own.step_seconds})
         assert "slower: " in why_lost(own, other) and "nothing stands out" not in why_lost(own, other)
         assert "of a step is computation" in what_limits(other)
+
+
+def test_a_plan_that_does_not_fit_loses_by_that_and_one_that_is_faster_is_not_slower() -> None:
+    model, cluster = transformer("model", SHAPES["wide"]), Cluster.read("8 H100")
+    whole = Plan(tp=8, mb=8, stages=(42,), sequence=True)
+    lean = replace(whole, recompute=("block",), offload=(("optimizer", 1.0),))
+    fits, large = (estimate(model, own, cluster, Software(), 8) for own in (lean, whole))
+    assert fits.fits and not large.fits and large.step_seconds < fits.step_seconds
+    words = why_lost(fits, large)
+    assert words.startswith("does not fit: ") and "GiB too much at place 0 of the pipeline; " in words
+    assert words.endswith("% faster if it did") and "-" not in words
+    roomy = estimate(model, large.plan, Cluster.read("8 H100, memory 800GB"), Software(), 8)
+    words = why_lost(fits, roomy)
+    assert "% faster: " in words and "computing activations again -" in words and "+" not in words
+
+
+def test_slices_are_told_of_every_kind_of_device() -> None:
+    words = slice_sentence(Cluster.read("8 H100 + 8 T4"), Software())
+    for name in ("H100", "T4"):
+        assert f"{name} wants slices of {slice_tokens(Cluster.read(name).nodes[0], Software())} tokens" in words
+
+
+def test_what_would_help_is_worth_a_word_and_at_most_what_a_search_finds() -> None:
+    model, cluster = transformer("model", SHAPES["wide"]), Cluster.read("2x8 H100, network 20Gb/s")
+    found = search(model, cluster, Software(), 64)
+    helps = what_helps(model, cluster, Software(), found)
+    assert [help.speedup for help in helps] == sorted((help.speedup for help in helps), reverse=True)
+    assert helps[0].speedup > 1.03 and {"twice the nodes", "twice the memory"} & {help.what for help in helps}
+    more = Cluster.read("4x8 H100, network 20Gb/s")
+    best = search(model, more, Software(), 64, all_devices=True).plans[0]
+    speedups = {help.what: help.speedup for help in helps}
+    assert speedups.get("twice the nodes", 1.0) <= 1.02 * found.plans[0].step_seconds / best.step_seconds

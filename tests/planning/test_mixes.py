@@ -6,7 +6,7 @@ import random
 from collections.abc import Sequence
 
 import numpy as np
-import pytest
+from scipy import optimize
 
 from phalanx.planning.mixes import Ends, Mixer, Option, undominated
 
@@ -27,7 +27,6 @@ def options(chance: random.Random) -> list[Option]:
 
 def solved(own: Sequence[Option], layers: int, held: float, room: float, ends: Ends) -> float | None:
     """Seconds of the best counts: integers n, and for each option whether any layer has it."""
-    optimize = pytest.importorskip("scipy.optimize")
     size = len(own)
     seconds, kept = [o.seconds for o in own], [o.kept for o in own]
     whole = (held - 1) * np.array(kept)

@@ -7,11 +7,13 @@ import random
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import combinations, pairwise, product
+from typing import Any
 
 import pytest
 
 from phalanx.errors import PlanError
 from phalanx.plan.plan import Plan
+from phalanx.plan.rules import MOMENTS, divisors
 from phalanx.planning.cluster import Cluster
 from phalanx.planning.cost import Machine, Software, machines
 from phalanx.planning.degrees import split_model
@@ -21,7 +23,7 @@ from phalanx.planning.mixes import Ends, Mixer, Option
 from phalanx.planning.partition import evenly, partition
 from phalanx.planning.problem import Problem
 from phalanx.planning.search import search
-from phalanx.planning.space import meshes, offloads, variants
+from phalanx.planning.space import Base, meshes, offloads, variants
 from phalanx.planning.unfit import leanest_plans
 from phalanx.planning.work import RUNGS, ModelWork, Shape, transformer
 
@@ -55,12 +57,16 @@ def all_stages(num_blocks: int, plan: Plan) -> Iterator[tuple[int, ...]]:
 
 
 def exhaustive(problem: Problem) -> float:
-    """The best step of all plans of the space: every mesh, schedule and sharding, what lies on the host, all stages,
-    all layers' rungs and, where nothing lies on the host, degrees. What would not be better even if everything could
-    be kept is not followed further."""
+    """The best step of all plans of the space: every mesh, schedule and sharding, tokens split between units or not,
+    what lies on the host, all stages, all layers' rungs and, where nothing lies on the host, degrees. What would not be
+    better even if everything could be kept is not followed further."""
     best = math.inf
-    for base in meshes(problem, {}):
-        for fields, least in variants(problem, base, {}):
+    bases = list(meshes(problem, {}))
+    assert {base.plan.sequence for base in bases} in ({False}, {True, False})
+    for base in bases:
+        for fields, least in (
+            (own | more, least) for own, least in unsharded(problem, base) for more in shardings(base)
+        ):
             plan = Plan(**fields)
             if plan.degrees and least >= best:
                 continue
@@ -75,6 +81,23 @@ def exhaustive(problem: Problem) -> float:
                         chosen = best_rungs(problem, own) if moves or not kept.fits else kept
                         best = min(best, chosen.step_seconds if chosen is not None else math.inf)
     return best
+
+
+def unsharded(problem: Problem, base: Base) -> list[tuple[dict[str, Any], float]]:
+    return [(fields, least) for fields, least in variants(problem, base, {}) if not fields.get("zero")]
+
+
+def shardings(base: Base) -> Iterator[dict[str, Any]]:
+    """Every way to shard state that a plan may have, over all replicas or any number that divides them, and every
+    moment at which parameters are gathered and gradients reduced."""
+    dp, pairs = base.plan.dp, base.plan.pairs
+    yield {"zero": 0}
+    for degree in (0, *divisors(dp)[1:-1]) if dp > 1 else ():
+        yield {"zero": 1, "zero_degree": degree}
+        for reduce in MOMENTS:
+            yield {"zero": 2, "zero_degree": degree, "reduce": reduce}
+            for gather in ("step",) if pairs else MOMENTS:
+                yield {"zero": 3, "zero_degree": degree, "reduce": reduce, "gather": gather}
 
 
 def all_degrees(problem: Problem, plan: Plan) -> Iterator[tuple[tuple[int, ...], ...]]:
@@ -139,7 +162,7 @@ def compare(seed: int) -> float | None:
     batch = generator.choice([1, 2, 3, 4, 8])
     best = exhaustive(Problem(model, cluster, SOFTWARE, batch))
     try:
-        found = search(model, cluster, SOFTWARE, batch).plans[0].step_seconds
+        found = search(model, cluster, SOFTWARE, batch, all_devices=True).plans[0].step_seconds
     except PlanError:
         assert math.isinf(best), f"seed {seed}: nothing was found where {best} s is possible"
         return None
@@ -276,3 +299,17 @@ def test_even_stages_take_every_block_and_none_is_empty() -> None:
     assert evenly([1.0] * 8, 4) == (2, 2, 2, 2)
     assert evenly([0.0, 1, 1, 1, 1, 2], 3) == (3, 2, 1)
     assert evenly([9.0, 1, 1], 3) == (1, 1, 1)
+
+
+def test_gradients_that_are_reduced_once_travel_once_and_not_for_nothing() -> None:
+    model = transformer("m", Shape(6, 1024, 16, 16, 4096, 32000, 1024))
+    cluster = Cluster.read("8x1 H100, network 1GB/s")
+
+    def seconds(text: str, batch: int) -> float:
+        plan = Plan.parse(f"dp=8,zero=3,gather=micro-batch,stages=8,{text}")
+        return estimate(model, plan, cluster, SOFTWARE, batch).parts["gradients"]
+
+    own = Machine(cluster.nodes[0], SOFTWARE, Plan(dp=8, zero=3), 1).reduce_seconds(model.num_parameters)
+    once, each = (seconds(f"mb=4,reduce={moment}", 32) for moment in ("step", "micro-batch"))
+    assert 2 * own < each - once < 3.5 * own  # of four times three are saved
+    assert seconds("mb=1,reduce=step", 8) == seconds("mb=1,reduce=micro-batch", 8) > own

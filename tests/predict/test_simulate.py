@@ -122,6 +122,9 @@ def test_updated_parameters_are_shared_after_the_step() -> None:
     events = run(plan, costs, "F0.0/0 STEP P/0")
     assert span(events[0, "STEP"]) == (1, 4)  # a half of the parameters
     assert span(events[0, "P/0"]) == (4, 9)
+    partly = replace(costs, buckets=(replace(bucket, frozen_bytes=4),))  # frozen ones did not change
+    events = run(plan, partly, "F0.0/0 STEP P/0")
+    assert span(events[0, "P/0"]) == (4, 7)
 
 
 def test_the_gradients_of_tied_parameters_are_summed_after_their_reduction_and_before_the_norm() -> None:

@@ -113,9 +113,10 @@ def test_what_is_found_is_a_plan_that_is_compiled_and_checked(
     assert replace(best) == type(best).from_json(best.to_json())
 
 
-def test_planning_a_zoo_model_needs_no_torch() -> None:
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_planning_a_zoo_model_needs_no_torch(dtype: str) -> None:
     code = (
-        "import sys; from phalanx.cli.main import main; "
-        "main(['plan', '--model', 'gpt2', '--cluster', '4 H100', '--json']); assert 'torch' not in sys.modules"
+        "import sys; from phalanx.cli.main import main; main(['plan', '--model', 'gpt2', '--cluster', '4 H100', "
+        f"'--dtype', '{dtype}', '--json']); assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL)

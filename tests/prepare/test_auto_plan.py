@@ -19,9 +19,10 @@ from phalanx.errors import ConfigError, PlanError
 from phalanx.launch.context import RankContext
 from phalanx.plan.plan import Plan
 from phalanx.planning.search import search
-from phalanx.prepare.auto import Choice, Subject, _whole, choose
+from phalanx.prepare.auto import Choice, Subject, choose, whole_model
 from phalanx.prepare.did_not_fit import DoesNotFit
-from phalanx.prepare.here import RankDevice, cluster_of, known_device
+from phalanx.prepare.here import RankDevice, announce, cluster_here, cluster_of, known_device, measure_here
+from phalanx.profile.store import Store, profiles_path
 from phalanx.training.job import Job
 from phalanx.training.trials import STEPS, with_fastest
 from tests.captured import LLAMA, named
@@ -103,6 +104,21 @@ def test_ranks_that_share_a_device_share_what_it_offers() -> None:
     assert asked.nodes[0].memory == 2**30
 
 
+def test_the_network_is_as_the_environment_says_and_a_word_that_is_none_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A lab says it; by what a node usually has, one would plan for 10 Gbit/s whatever its links are."""
+    nodes = [RankDevice(node, "CPU", f"{node}/{node}", 2**33, 2) for node in range(2)]
+    assert cluster_of(nodes, "float32").nodes[0].network == 1.25e9
+    assert cluster_of(nodes, "float32", network=1.25e8).nodes[0].network == 1.25e8
+    monkeypatch.setenv("PHALANX_NETWORK", "1Gb/s")
+    assert cluster_here(RankContext.alone(), None, "float32").nodes[0].network == 1.25e8
+    monkeypatch.setenv("PHALANX_NETWORK", "fast")
+    with pytest.raises(ConfigError, match="environment variable PHALANX_NETWORK: 'fast' is not a rate") as caught:
+        announce(RankContext.alone(), None)
+    assert "400Gb/s" in caught.value.hint
+
+
 # What a graph asks for.
 
 
@@ -153,17 +169,47 @@ def test_several_ranks_run_what_the_search_finds(tmp_path: Path, lent_ranks: lis
     short_run(MODEL, DATA, tmp_path / "b", ranks=2)
     assert lent_ranks == [2]
     (record,) = records(tmp_path / "b", "plan")
-    assert "a step predicted on 1x2 CPU, by assumed rates" in record["reason"] and "; simple pp=2" in record["reason"]
+    assert "a step predicted on 1x2 CPU, by measured rates" in record["reason"] and "; simple pp=2" in record["reason"]
     best, others = record["planned_step_seconds"], record["runners_up"]
     assert others and all(own["step_seconds"] >= 0.99 * best for own in others)
     assert Plan.parse(record["plan"]) == Plan.from_json((tmp_path / "b" / "plan.json").read_text())
     assert losses(tmp_path / "b") == pytest.approx(losses(tmp_path / "a"), rel=1e-5)
 
 
+@pytest.mark.parametrize("options", [{"ranks": 2}, {"memory": "12MiB", "batch_size": 64}])
+def test_a_run_measures_what_was_not_measured_here_and_plans_by_it_and_the_next_finds_it(
+    tmp_path: Path, lent_ranks: list[int], monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
+) -> None:
+    """Several ranks together, and one that has to search since it lacks memory."""
+    monkeypatch.setenv("PHALANX_CACHE", str(tmp_path))
+    kept: list[Any] = []
+    for name in ("first", "second"):
+        short_run(MODEL, DATA, tmp_path / name, **options)
+        kept.append(Store(profiles_path()).rows())
+        assert "by measured rates" in records(tmp_path / name, "plan")[-1]["reason"]
+    assert kept[0] == kept[1] and {row.key["by"] for row in kept[0]} == {"run"}
+
+
+def test_that_devices_are_measured_is_said_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PHALANX_CACHE", str(tmp_path))
+    said: list[str] = []
+    for _ in range(2):
+        measure_here(RankContext.alone(), "float32", said.append)
+    assert said == ["measuring what the devices here reach (4 measurements), to plan by it"]
+
+
+def test_a_run_whose_store_cannot_be_written_goes_on_without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("PHALANX_CACHE", str(tmp_path / "file"))
+    said: list[str] = []
+    measure_here(RankContext.alone(), "float32", said.append)
+    assert not said
+
+
 # What is not searched.
 
 
-class Store(dict[str, str]):
+class Keys(dict[str, str]):
     """As a job's store, for one process."""
 
     def set(self, key: str, text: str) -> None:
@@ -179,7 +225,7 @@ def subject(**changes: Any) -> Subject:
     return Subject(**{**plain, "config": config, "simple": Plan(pp=2, mb=4, stages=(3, 3)), **changes})
 
 
-def context(store: Store, rank: int = 0) -> Any:
+def context(store: Keys, rank: int = 0) -> Any:
     for number in range(2):
         device = RankDevice(0, "CPU", f"0/{number}", 2**33, 2)
         store.set(f"device of rank {number}", json.dumps(vars(device)))
@@ -187,7 +233,7 @@ def context(store: Store, rank: int = 0) -> Any:
 
 
 def test_every_rank_takes_what_rank_0_chose() -> None:
-    store = Store()
+    store = Keys()
     first = choose(subject(), context(store))
     store.get = store.__getitem__  # type: ignore[method-assign]
     assert choose(subject(), context(store, rank=1)) == first != Choice(subject().simple, "")
@@ -198,7 +244,7 @@ def test_a_graph_is_judged_with_its_buffers_on_the_device(monkeypatch: pytest.Mo
     """Rotary frequencies that stay on the host cannot be multiplied by positions on a GPU."""
     monkeypatch.setattr("phalanx.prepare.auto.Compiled", lambda *given, **named: SimpleNamespace(**named))
     rotary = named(LLAMA).captured
-    found = _whole(subject(captured=rotary), torch.device("meta"))
+    found = whole_model(subject(captured=rotary), torch.device("meta"))
     assert rotary.buffers and {buffer.device.type for buffer in found.buffers.values()} == {"meta"}
 
 
@@ -211,21 +257,21 @@ def test_no_plan_is_chosen_that_cannot_evaluate(monkeypatch: pytest.MonkeyPatch)
         return replace(found, plans=(two, *found.plans))
 
     monkeypatch.setattr("phalanx.prepare.auto.search", searched)
-    assert choose(subject(eval_samples=6), context(Store())).plan.degrees
-    assert not choose(subject(eval_samples=7), context(Store())).plan.degrees
+    assert choose(subject(eval_samples=6), context(Keys())).plan.degrees
+    assert not choose(subject(eval_samples=7), context(Keys())).plan.degrees
 
 
 def test_what_cannot_be_judged_gets_the_simple_plan_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     own = SimpleNamespace(name="mine", factory=lambda: None, config=None)
     whole = Plan(pp=2, stages=(3, 3))
-    found = choose(subject(spec=own, simple=whole), context(Store()))
+    found = choose(subject(spec=own, simple=whole), context(Keys()))
     assert found.plan == whole and "whether samples depend on each other is not known" in found.reason
 
     def fails(*arguments: Any, **named: Any) -> None:
         raise KeyError("no such thing")
 
     monkeypatch.setattr("phalanx.prepare.auto.search", fails)
-    found = choose(subject(), context(Store()))
+    found = choose(subject(), context(Keys()))
     assert found.plan == subject().simple and found.record["unsearched"] == "KeyError: 'no such thing'"
 
 
@@ -237,9 +283,9 @@ def test_a_language_model_may_be_cut_into_slices(monkeypatch: pytest.MonkeyPatch
         return search(*arguments, **named)
 
     monkeypatch.setattr("phalanx.prepare.auto.search", spied)
-    choose(subject(), context(Store()))
+    choose(subject(), context(Keys()))
     other = SimpleNamespace(name=MODEL, task="masked-lm", factory=None, config=SimpleNamespace(num_attention_heads=2))
-    choose(subject(spec=other), context(Store()))
+    choose(subject(spec=other), context(Keys()))
     assert set(seen[:1]) == {True} and seen[-1] is False
 
 
@@ -251,12 +297,12 @@ def test_an_optimizer_that_looks_at_whole_tensors_leaves_them_whole(monkeypatch:
         return search(*arguments, **named)
 
     monkeypatch.setattr("phalanx.prepare.auto.search", spied)
-    chosen = choose(subject(optimizer_class=torch.optim.Adafactor), context(Store()))
+    chosen = choose(subject(optimizer_class=torch.optim.Adafactor), context(Keys()))
     assert chosen.plan.zero == 0 and chosen.plan.tp == 1 and seen[0] == {"zero": 0, "tp": 1, "offload": ()}
     seen.clear()
     choose(
         replace(subject(), spec=SimpleNamespace(name="mine", task="custom", factory=None, config=None)),
-        context(Store()),
+        context(Keys()),
     )  # type: ignore[arg-type]
     assert seen[0] == {"tp": 1}
 
@@ -347,7 +393,8 @@ def test_on_several_ranks_a_plan_for_which_one_of_them_lacks_memory_gives_way_to
     assert Plan.parse(record["plan"]) != Plan.parse(first) and record["reason"].endswith(f"; {first} did not fit")
     said = capfd.readouterr().out
     assert f"plan {first} did not fit, and gives way to one that needs less: " in said and "were predicted" in said
-    assert losses(tmp_path / "b") == pytest.approx(losses(tmp_path / "a"), rel=1e-5)
+    found = {each["step"]: each["loss"] for each in records(tmp_path / "b", "step")}
+    assert found == pytest.approx(losses(tmp_path / "a"), rel=1e-5)
 
 
 def test_one_rank_that_lacks_memory_in_its_first_step_takes_a_plan_that_needs_less(

@@ -206,7 +206,7 @@ def test_a_profile_of_which_rows_are_missing_is_made_anew(tmp_path: Path, capsys
 def test_profiles_of_data_travel_with_the_others_in_one_file(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(hardware, "measure_on_rank", lambda *arguments: 3e9)
+    monkeypatch.setattr(hardware, "answer", lambda *arguments: 3e9)
     path, file = chat(tmp_path / "here" / "chat.jsonl"), tmp_path / "all.json"
     looked(capsys, path)
     said, _ = told(capsys, "profile", "--device", "cpu", "--out", str(file))
@@ -222,7 +222,7 @@ def test_profiles_of_data_travel_with_the_others_in_one_file(
 def test_a_file_of_one_profile_is_data_and_one_of_several_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(hardware, "measure_on_rank", lambda *arguments: 3e9)
+    monkeypatch.setattr(hardware, "answer", lambda *arguments: 3e9)
     one, other, file = chat(tmp_path / "a.jsonl"), chat(tmp_path / "b.jsonl"), tmp_path / "all.json"
     plan = ("estimate", "--model", "gpt2", "--cluster", "4 A100", "--plan", "dp=4", "--data", str(file))
     looked(capsys, one)

@@ -174,7 +174,7 @@ def test_profile_of_a_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], subject: Subject, quick: None
 ) -> None:
     monkeypatch.setattr("phalanx.profile.store.profiles_path", lambda: tmp_path / "p.sqlite")
-    monkeypatch.setattr("phalanx.profile.hardware.measure_on_rank", lambda context, kind, size, dtype: 1e9)
+    monkeypatch.setattr("phalanx.profile.hardware.answer", lambda *given: 1e9)
     given = ["--model", "gpt2", "--tiny", "--seq-len", "16", "--samples", "1,2", "--dtype", "float32"]
     out = tmp_path / "p.json"
     assert main(["profile", *given, "--device", "cpu", "--out", str(out)]) == 0
@@ -188,7 +188,7 @@ def test_profile_of_a_model(
 
 def profile_file(path: Path, device: str, seconds: float) -> Path:
     """Rates of a device, and what a block of gpt2 takes on it."""
-    common = {"device": device, "ranks": 1, "torch": "2"}
+    common = {"device": device, "ranks": 1, "devices": 1, "nodes": 1, "by": "profile", "torch": "2"}
     rows = [("product", {"size": side, "dtype": "bfloat16"}, 1e14) for side in (512, 4096)]
     rows += [("memory", {"size": 2**30, "dtype": "any"}, 1e12)]
     name = load("gpt2").blocks[1].name  # pyright: ignore

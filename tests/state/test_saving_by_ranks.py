@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from phalanx.errors import CheckpointError
+from phalanx.errors import CheckpointError, StoreError
 from phalanx.launch.store import JobStore
 from phalanx.state import checkpoint, folders, saving, tensor_files
 from phalanx.state.background import AsyncSaver
@@ -261,6 +261,19 @@ def test_without_room_for_copies_the_caller_waits_until_it_is_written(tmp_path: 
     assert path is not None and saver.facts.in_background == (room is None)
     opened = checkpoint.open(path)
     assert all(torch.equal(opened.read(name), torch.arange(20.0)) for name in values)
+
+
+def test_a_store_that_is_gone_is_no_failure_of_the_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It says that a rank is lost, which those who watch ranks must hear as that."""
+    (saver, _) = savers(tmp_path, 2)
+
+    def gone(*_: object) -> None:
+        raise StoreError("the store of the job does not answer")
+
+    monkeypatch.setattr(LocalRendezvous, "arrive", gone)
+    saver.save(1, pieces_of(0, 2, 1), {})
+    with pytest.raises(StoreError, match=r"^the store of the job does not answer"):
+        saver.wait()
 
 
 SECRET = b"known to these ranks"

@@ -1,5 +1,5 @@
 """A run for several machines whose steps take long until a file says that they need not: `OUT RELEASE ON_LOSS PLAN
-MIRROR_EVERY`. With TEST_GREEDY memory does not suffice for its first plans (`tests/greedy.py`)."""
+MIRROR_EVERY [MIN_RANKS]`. With TEST_GREEDY memory does not suffice for its first plans (`tests/greedy.py`)."""
 
 from __future__ import annotations
 
@@ -44,10 +44,11 @@ def config(out: Path, **options: Any) -> RunConfig:
 
 
 if __name__ == "__main__":
-    out, release, on_loss, plan, every = sys.argv[1:]
+    out, release, on_loss, plan, every, *least = sys.argv[1:]
     from tests.survive.spread_run import Patient as Samples  # as ranks that unpickle it know it
 
     options = {"plan": plan, "on_loss": on_loss, "mirror_every": int(every) if every.isdecimal() else every}
+    options |= {"min_ranks": int(least[0])} if least else {}
     if "TEST_GREEDY" in os.environ:
         options |= {"optimizer": "tests.greedy.Greedy", "steps": 4}
     Trainer("gpt2", Samples(Path(release)), config(Path(out), **options)).fit()

@@ -67,17 +67,17 @@ def test_copies_are_told_in_words() -> None:
     ("options", "said"),
     [
         ({"mirror_every": 2}, "option mirror_every = 2 does nothing where a lost rank ends the run"),
-        ({"min_ranks": 2, "on_loss": "replace"}, "option min_ranks = 2 does nothing with on_loss = 'replace'"),
+        ({"min_ranks": 2}, "option min_ranks = 2 does nothing with on_loss = 'stop'"),
     ],
 )
 def test_options_that_would_do_nothing_are_refused(options: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError) as refused:
         RunConfig.create(**options)
-    assert said in str(refused.value) and "set on_loss to shrink or" in str(refused.value)
+    assert said in str(refused.value) and "set on_loss to shrink" in str(refused.value)
 
 
 class _Process:
-    gone = False
+    gone, how_ended = False, "left with exit code 3"
 
 
 class _Processes:
@@ -94,7 +94,9 @@ class _Processes:
         del self.alive[rank]
 
 
-def test_a_process_that_is_lost_again_and_again_is_waited_with(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_is_lost_again_and_again_is_waited_with(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     now = 100.0
     monkeypatch.setattr("phalanx.launch.newcomers.time.monotonic", lambda: now)
     processes, board, started = _Processes(), StatusBoard.private(2), list[int]()
@@ -115,3 +117,26 @@ def test_a_process_that_is_lost_again_and_again_is_waited_with(monkeypatch: pyte
     board.slots[1].await_generation(2)
     assert newcomers.ready() == [1] == newcomers.take_ready() and not newcomers.ready()
     newcomers.dismiss()
+    words = "a process that was to take part left with exit code 3; it is started again later"
+    assert capsys.readouterr().err.count(words) == 1
+
+
+def test_a_process_that_held_something_for_a_minute_is_started_again_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before that it is waited with, however long it prepared itself."""
+    now = 100.0
+    monkeypatch.setattr("phalanx.launch.newcomers.time.monotonic", lambda: now)
+    board = StatusBoard.private(2)
+    newcomers = Newcomers(_Processes(), board, lambda process, generation: None)  # pyright: ignore
+
+    def is_due(seconds: float) -> bool:
+        """Once it was lost so many seconds after it came, which took it ten minutes."""
+        nonlocal now
+        now += 600.0
+        board.slots[1].guard(True)
+        newcomers.note([0, 1])
+        now += seconds
+        newcomers.expect([1])
+        return newcomers.due() == [1]
+
+    newcomers.expect([1])
+    assert newcomers.due() == [1] and is_due(61.0) and not is_due(59.0) and is_due(61.0)

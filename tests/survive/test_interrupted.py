@@ -7,10 +7,10 @@ import pytest
 from phalanx.adapt.mirrors import missing, stays
 from phalanx.launch.worker_pool import WorkerPool
 from phalanx.plan.plan import Plan
-from phalanx.plan.shrink import leaner, shrunk
+from phalanx.plan.shrink import leaner, shapes
+from phalanx.planning.fewer import in_order
 from phalanx.session.held import Word, newest_step, sums_of
 from phalanx.state.layout import Box, StateShard
-from phalanx.training.standby import plans_for
 from tests.survive import jobs
 
 
@@ -55,18 +55,19 @@ def test_ranks_that_have_what_they_are_to_have_move_nothing() -> None:
 
 
 def test_plans_for_fewer_ranks_keep_what_they_can() -> None:
-    plans = list(shrunk(Plan(pp=2, dp=2, mb=2, stages=(2, 3)), 3))
+    plans = in_order(Plan(pp=2, dp=2, mb=2, stages=(2, 3)), 3)
     assert plans[0] == "pp=1,dp=3,mb=2,schedule=1f1b,tp=1"  # micro-batches are not larger than before
     assert any(text.startswith("pp=2,dp=1,mb=4,schedule=1f1b,stages=2-3") for text in plans)
-    assert next(shrunk(Plan(dp=4, zero=1), 2)) == "pp=1,dp=2,mb=2,schedule=1f1b,zero=1,tp=1"
+    assert in_order(Plan(dp=4, zero=1), 2)[0] == "pp=1,dp=2,mb=2,schedule=1f1b,zero=1,tp=1"
 
 
 def test_plans_for_fewer_ranks_that_lack_memory_keep_less() -> None:
-    plans = list(leaner(Plan(pp=2, dp=2, mb=2), 3))
+    whole, two = Plan(pp=2, dp=2, mb=2), Plan(dp=2, zero=1)
+    plans = list(leaner(whole, shapes(whole, 3)))
     assert plans[0] == "pp=1,dp=3,mb=2,schedule=1f1b,tp=1,recompute=block"
     assert plans[-2] == "pp=1,dp=2,mb=2,schedule=1f1b,tp=1,recompute=block,zero=3"  # last: as much as can be
     assert "pp=1,dp=3,mb=2,tp=1,recompute=block,zero=1" in plans
-    alone = list(leaner(Plan(dp=2, zero=1), 1))
+    alone = list(leaner(two, shapes(two, 1)))
     assert alone[0] == "pp=1,dp=1,mb=2,schedule=1f1b,tp=1,recompute=block"
     assert not any("zero" in text for text in alone)  # there is nobody to share with
-    assert plans_for(Plan(dp=2, zero=1), 1)[-1] == alone[-1]
+    assert in_order(two, 1)[-1] == alone[-1]

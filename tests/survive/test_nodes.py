@@ -96,3 +96,30 @@ def test_a_node_is_lost_and_the_others_go_on(
     Trainer("gpt2", Patient(release), config(tmp_path / "alone", plan="mb=2")).fit()
     require_same_run(out, tmp_path / "alone")
     assert [step for step, *_ in ledger(out)] == list(range(1, STEPS + 1))
+
+
+@pytest.mark.parametrize("on_loss", ["replace", "shrink"])
+def test_too_few_ranks_wait_for_a_lost_node_to_come_back(
+    on_loss: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    out, release = tmp_path / "run", tmp_path / "release"
+    command = [sys.executable, "-m", "tests.survive.spread_run", str(out), str(release), on_loss, "dp=2", "never", "2"]
+    with Lab("nodes=2,device=cpu:1thread", logs=tmp_path / "logs") as lab, lab.start(command) as session:
+        wait_until(lambda: len(of_kind(out, "step")) >= 2, session, "no step")
+        session.ranks[1].end()
+        said = "fewer ranks are left than min_ranks: they keep what they have and wait for others"
+        wait_until(lambda: said in capfd.readouterr().err, session, "it was not said that ranks wait")
+        steps = len(of_kind(out, "step"))
+        time.sleep(8.0)  # longer than the silence, and than broken connections are waited for
+        assert len(of_kind(out, "step")) == steps and not of_kind(out, "loss")
+        session.ranks[1] = session._start_rank(1, 2, 1, 0)
+        wait_until(lambda: of_kind(out, "loss"), session, "the node was not taken in")
+        release.touch()
+        for rank in (rank for rank in session.ranks if not rank.ended):
+            assert rank.process.wait(300) == 0, rank.last_output()
+    (loss,) = of_kind(out, "loss")
+    assert (loss["ranks"], loss["plan"], loss["repeated"]) == (2, "dp=2", 0)
+    assert "was lost with node 1, whose supervisor ended," in loss["lost"][0]
+    assert loss["lost"][1:] == ["a process came to be rank 1"]
+    Trainer("gpt2", Patient(release), config(tmp_path / "alone", plan="mb=2")).fit()
+    require_same_run(out, tmp_path / "alone")

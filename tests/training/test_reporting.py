@@ -7,8 +7,8 @@ from phalanx.training.header import plan_text, ranks_text
 
 
 def test_the_ranks_are_named_by_axis() -> None:
-    assert ranks_text(Plan(pp=2, dp=3)) == "6 (2 in a pipeline × 3 replicas)"
-    assert ranks_text(Plan(pp=2, tp=2)) == "4 (2 in a pipeline × 1 replicas × 2 tensor-parallel)"
+    assert ranks_text(Plan(pp=2, dp=3), 6) == "6 (2 in a pipeline × 3 replicas)"
+    assert ranks_text(Plan(pp=2, tp=2), 5) == "4 (2 in a pipeline × 1 replica × 2 tensor-parallel), 1 more to spare"
 
 
 def test_the_plan_is_shown_with_what_it_makes_of_a_batch() -> None:

@@ -17,12 +17,16 @@ import torch
 
 from phalanx.config import RunConfig
 from phalanx.errors import CheckpointError, ConfigError, PhalanxError
+from phalanx.launch.context import RankContext
+from phalanx.launch.worker_pool import WorkerPool
 from phalanx.observe.runlog import RunLog, read_log
 from phalanx.state import checkpoint, folders, huggingface, saving
 from phalanx.state.rendezvous import LocalRendezvous, Meeting
 from phalanx.state.saving import StorageError
-from phalanx.training import checkpoints
-from tests.run_helpers import records, short_run
+from phalanx.training import checkpoints, folder
+from phalanx.training.job import JobPayload, Summary, pack
+from phalanx.training.trainer import Trainer, fit_on_rank
+from tests.run_helpers import records, short_config, short_run
 from tests.state.test_lock import other_process
 
 MODEL, DATA = "gpt2", "synthetic:7"
@@ -196,6 +200,34 @@ def test_training_goes_on_while_the_disk_is_full_and_says_so_at_that_step(
     assert shown.count("No space left on device; the newest checkpoint is") == 2
     assert shown.count("training goes on and will save again") == 2
     assert result.steps == 4 and checkpoint.open(result.checkpoint).step == 4
+
+
+def with_free_memory(context: RankContext, free: int | None, payload: JobPayload) -> Summary:
+    """A rank's part of a run on a host that has so many bytes free."""
+    given = folder.free_main_memory
+    folder.free_main_memory = lambda: free
+    try:
+        return fit_on_rank(context, payload)
+    finally:
+        folder.free_main_memory = given
+
+
+@pytest.mark.parametrize("fits", [True, False])
+def test_the_ranks_of_a_run_share_what_their_host_has_free_and_no_others_do(
+    pool: WorkerPool, tmp_path: Path, fits: bool
+) -> None:
+    def stored(free: int | None, out: Path) -> tuple[int, bool]:
+        options = {**OPTIONS, "plan": "dp=2", "device": "cpu", "steps": 1}
+        with pack(Trainer(MODEL, DATA, short_config(out, **options)).job) as payload:
+            pool.run(with_free_memory, free, payload, world=2)
+        (record,) = records(out, "checkpoint")
+        return record["copied_bytes"], record["in_background"]
+
+    whole, in_background = stored(None, tmp_path / "unlimited")
+    assert in_background
+    # For each of two ranks a tenth more than its copies take, or a tenth less.
+    _, in_background = stored(int(2 * whole * (1.1 if fits else 0.9) / 0.9), tmp_path / "limited")
+    assert in_background == fits
 
 
 def test_the_last_checkpoint_is_tried_until_there_is_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

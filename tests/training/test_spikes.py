@@ -13,6 +13,8 @@ import torch
 from phalanx.errors import ConfigError, PhalanxError
 from phalanx.launch.context import RankContext
 from phalanx.observe import memory_snapshot as snapshots
+from phalanx.observe.runlog import read_log
+from phalanx.observe.story import story
 from phalanx.training.spikes import spike_limit
 from tests.run_helpers import losses, records, short_run
 
@@ -88,6 +90,12 @@ def test_a_run_that_spikes_again_and_again_ends(tmp_path: Path):
     options = {**OPTIONS, "on_spike": "rollback", "checkpoint_every": 1}
     with pytest.raises(PhalanxError, match=r"going back to step-00000011(.|\n)*4th time(.|\n)*lower lr"):
         short_run(Linear(), data, tmp_path, **options)
+    told = list(story(read_log(tmp_path / "log-rank0.jsonl")))
+    assert [line.partition("  ")[2] for line in told if "that would be" not in line and "going back" in line] == [
+        f"the loss of step {step} is a spike: going back to step-000000{step - 1}, and leaving 1 batch out"
+        for step in (12, 12, 12, 12)
+    ]
+    assert "failed: the loss of step" in told[-1] and "that would be for the 4th time" in told[-1]
 
 
 def test_going_back_needs_a_limit_and_checkpoints(tmp_path: Path):

@@ -200,6 +200,8 @@ def test_too_many_non_finite_steps_in_a_row_stop_the_run(tmp_path: Path):
         short_run(LLAMA, "synthetic:8", tmp_path, steps=9, max_nonfinite=1, callbacks=[Poison(2, 3, 4)])
     assert "lower lr" in info.value.hint
     assert records(tmp_path, "error")[0]["message"].startswith("the gradients of 2 steps")
+    with pytest.raises(PhalanxError, match="the gradients of 1 step in a row were not finite, the last at step 2"):
+        short_run(LLAMA, "synthetic:8", tmp_path / "none", steps=9, max_nonfinite=0, callbacks=[Poison(2)])
 
 
 def test_model_options_change_the_models_configuration(tmp_path: Path):

@@ -7,6 +7,7 @@ known here.
 
 from __future__ import annotations
 
+import gzip
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,6 +21,9 @@ from phalanx.model.zoo import zoo_table
 DTYPE_BYTES = {
     "bool": 1, "uint8": 1, "int32": 4, "int64": 8, "float16": 2, "bfloat16": 2, "float32": 4, "float64": 8,
 }  # fmt: skip
+FIRST = (
+    "bfloat16"  # the precision that most large models are trained in: of it everything that is shipped is plain text
+)
 SHIPPED = Path(__file__).parent / "facts_data"
 
 Dims = Mapping[str, int]  # sizes of "batch", "tokens", "source": those that `ModelFacts.dims` names
@@ -127,12 +131,11 @@ class ModelFacts:
         return sum(dims[dim] for dim in self.dims if dim != "batch") or 1
 
 
-def load(name: str) -> ModelFacts | None:
-    """The shipped facts of a zoo model, by any name the zoo knows it; None when there are none."""
+def load(name: str, dtype: str = FIRST) -> ModelFacts | None:
+    """The shipped facts of a zoo model, by any name the zoo knows it; None when there are none of this precision."""
     entry = zoo_table.lookup(name)
-    if entry is None or not shipped_path(entry.name).is_file():
-        return None
-    return from_json(shipped_path(entry.name).read_text(encoding="utf-8"))
+    text = None if entry is None else shipped_text(entry.name, dtype)
+    return None if text is None else from_json(text)
 
 
 _HEADS = ("num_key_value_heads", "num_attention_heads", "n_head", "num_heads", "encoder_attention_heads")
@@ -153,9 +156,34 @@ def heads_of(field: Callable[[str], object], model_type: str = "") -> int:
     return min(given, default=_USUAL_HEADS.get(model_type, 0))
 
 
-def shipped_path(name: str) -> Path:
-    """Where the facts of the zoo model of exactly this name are."""
-    return SHIPPED / f"{name.replace('/', '--')}.json"
+def shipped_path(name: str, dtype: str = FIRST, folder: str = "") -> Path:
+    """Where the facts of the zoo model of exactly this name are, if they have a file of their own. folder: "splits" for
+    those of `predict/split_facts.py`."""
+    stem = name.replace("/", "--")
+    return SHIPPED / folder / (f"{stem}.json" if dtype == FIRST else f"{dtype}/{stem}.json.gz")
+
+
+def shipped_text(name: str, dtype: str, folder: str = "") -> str | None:
+    """What is in that file. A model that has none of a precision as wide as the first does the same in both: dtypes
+    alone differ. One of another width keeps what it casts, or does not, and that cannot be told from sums of bytes."""
+    if shipped_path(name, dtype).is_file() or dtype == FIRST:
+        path = shipped_path(name, dtype, folder)
+        return read_text(path) if path.is_file() else None
+    is_alike = DTYPE_BYTES.get(dtype) == DTYPE_BYTES[FIRST]
+    first = shipped_text(name, FIRST, folder) if is_alike else None
+    return None if first is None else first.replace(FIRST, dtype)
+
+
+def read_text(path: Path) -> str:
+    data = path.read_bytes()
+    return (gzip.decompress(data) if path.suffix == ".gz" else data).decode()
+
+
+def write_text(path: Path, text: str) -> None:
+    """The same text gives the same file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    data = text.encode()
+    path.write_bytes(gzip.compress(data, mtime=0) if path.suffix == ".gz" else data)
 
 
 def runs(blocks: Iterable[BlockFacts]) -> list[list[BlockFacts]]:
