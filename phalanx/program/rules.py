@@ -7,7 +7,7 @@ the same activation, or the same gradient.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Generic, Protocol, TypeVar
 
 from phalanx.plan.plan import Plan
@@ -84,7 +84,6 @@ class Names:
                 self._add(op)
         self.loss = self.activation.get(shape.loss, shape.loss)
         self.d_loss = self.gradient.get(shape.loss, shape.loss)
-        self._whole = shape.per_micro_batch
         self.whole_activations = {self.activation.get(name, name) for name in shape.per_micro_batch}
         self.whole_gradients = {self.gradient.get(name, name) for name in shape.per_micro_batch}
         self._cuts = [shape.crossing(plan.stage_blocks(stage)[0]) for stage in range(plan.num_stages)]
@@ -110,18 +109,20 @@ class Names:
 
     def crossing(self, stage: int, slice_: int | None) -> tuple[str, ...]:
         """The activations that a stage gets from the one before it; what belongs to the micro-batch with slice 0."""
-        names = [name for name in self._cuts[stage] if not (slice_ and name in self._whole)]
-        return _distinct(names, self.activation)
+        return _distinct(self._cuts[stage], self.activation, self.whole_activations if slice_ else ())
 
     def returning(self, stage: int, slice_: int | None) -> tuple[str, ...]:
         """Those whose gradients it gives back."""
-        names = [name for name in self._cuts[stage] if not (slice_ and name in self._whole)]
-        return _distinct([name for name in names if name in self.differentiable], self.gradient)
+        names = [name for name in self._cuts[stage] if name in self.differentiable]
+        return _distinct(names, self.gradient, self.whole_gradients if slice_ else ())
 
 
-def _distinct(names: list[str], same: dict[str, str]) -> tuple[str, ...]:
-    """One of each that are the same."""
-    return tuple({same.get(name, name): name for name in reversed(names)}.values())[::-1]
+def _distinct(names: Iterable[str], same: dict[str, str], without: Collection[str]) -> tuple[str, ...]:
+    """One of each that are the same, the first."""
+    first: dict[str, str] = {}
+    for name in names:
+        first.setdefault(same.get(name, name), name)
+    return tuple(name for known_as, name in first.items() if known_as not in without)
 
 
 class Rules(Generic[Id]):

@@ -135,6 +135,21 @@ def test_stages_of_one_rank_hand_over_by_the_value_itself(case: Case) -> None:
                 assert all(i in written for i in row.reads if table.values[i].kind == "activation")
 
 
+def test_what_slices_hand_on_of_a_whole_micro_batch_crosses_once() -> None:
+    # The second block runs on slices, and hands on what the first made of the whole micro-batch.
+    steps = (
+        (segment("", "h1"),),
+        (segment("h1", "w"), redistribution("h1", "h2", ((0,), (1,)))),
+        (segment("h2", "h3"),),
+    )
+    shape = replace(
+        simple_shape(3), ops=steps, granularities=("micro-batch", "slice", "slice"), per_micro_batch=frozenset({"h1"})
+    )
+    last = compile_plan(Plan.parse("pp=2,tp=2,slices=2,stages=2-1"), shape).tables[1]
+    assert row_of(last, "RF1.0.0<0").writes and not row_of(last, "RF1.0.1<0").writes
+    assert not row_of(last, "SB1.0.1>0").reads and row_of(last, "SB1.0.0>0").reads
+
+
 def test_a_rank_that_is_left_and_visited_again_has_another_value_of_the_same_name() -> None:
     cells = ((0, 1),)
     # h1 is read by the blocks 1 and 2; with interleaved stages block 1 is on another rank.
