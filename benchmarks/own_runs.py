@@ -4,10 +4,11 @@
     python benchmarks/own_runs.py --gpu [--out docs/results/own_runs_gpu.json]               4 ranks that share one GPU
     python benchmarks/own_runs.py --link 1gbit [--out docs/results/own_runs_link.json]       4 nodes with slow links
 
-A pass measures what a prediction is made of (segments of the model by degree and size, transfers, what ranks do to each
-other, steps of one rank that does everything) and then a few steps of every plan; nothing of a plan's own steps enters
-its prediction. Predicted is the simulation of its program, measured the median over passes; spread is the middle
-half of what passes say, from the median.
+First the ranks say what `phalanx train` would take without a plan, which is one plan more, and what its planning says
+of each. A pass measures what a prediction is made of (segments of the model by degree and size, transfers, what ranks
+do to each other, steps of one rank that does everything) and then a few steps of every plan; nothing of a plan's own
+steps enters its prediction. Predicted is the simulation of its program, measured the median over passes; spread is the
+middle half of what passes say, from the median.
 """
 
 from __future__ import annotations
@@ -16,8 +17,9 @@ import argparse
 import os
 import statistics
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +30,7 @@ import plot
 import report
 from compare_setting import Setting, Size
 from foresight import Known, joined
+from own_choice import CHOSEN, Planned, planned, with_chosen
 from own_runs_rank import Seen, Task, measure
 from shared_gpu import pool_of
 
@@ -45,7 +48,7 @@ PLANS = (
     "pp=2,tp=2,mb=4", "pp=2,tp=2,mb=8,schedule=gpipe", "pp=4,mb=8", "pp=4,mb=16", "pp=4,mb=8,schedule=gpipe",
     "pp=4,mb=8,schedule=zb-h1", "pp=4,mb=8,schedule=eager-1f1b", "pp=4,mb=8,recompute=block",
 )  # fmt: skip
-HEADERS = ["ranks", "plan", "predicted ms", "measured ms", "spread", "error"]
+HEADERS = ["ranks", "plan", "predicted ms", "measured ms", "spread", "error", "by planning ms"]
 KIB, MIB = 2**10, 2**20
 
 
@@ -73,11 +76,16 @@ def main() -> None:
     setting = Setting("llama", kind.size, kind.dtype, masters=True)
     captured = setting.capture()
     task = Task(setting, _plans(setting, captured, options.only), options.passes, kind.device, kind.sizes)
-    seen = _in_lab(options.link, task, captured) if options.link else _in_pool(kind, task, captured)
-    results = compared(name, task, captured, seen, options.link is not None)
+    with _ranks(options.link, kind) as run:
+        plans, own = with_chosen(task, run(planned, task, captured))
+        print(f"train without a plan: {own.why}", file=sys.stderr, flush=True)
+        task = replace(task, plans=plans)
+        seen = run(measure, task, captured)
+    results = compared(name, task, captured, seen, own, options.link is not None)
     print(report.table(HEADERS, rows(results)))
-    print(summary(results))
-    about = {"ranks": name, **asdict(kind), "passes": options.passes, "profile": results and _shown(seen)}
+    print(summary(results), choice(results), sep="\n")
+    about = {"ranks": name, **asdict(kind), "passes": options.passes, "profile": results and _shown(seen),
+             "chosen": {"plan": own.plan.full_text, "why": own.why}}  # fmt: skip
     report.publish(options, "own_runs", about, results, [panel(name, results)])
 
 
@@ -87,22 +95,26 @@ def _plans(setting: Setting, captured: Captured, only: str) -> dict[str, Plan]:
     return {text: complete(text, world=WORLD, batch_size=samples, costs=weights).plan for text in texts}
 
 
-def _in_pool(kind: Kind, task: Task, captured: Captured) -> list[Seen]:
-    with pool_of(WORLD, kind.device) as pool:
-        return pool.run(measure, task, captured, on_event=lambda event, about: in_lab.say(f"{event}: {about}"))
-
-
-def _in_lab(link: str, task: Task, captured: Captured) -> list[Seen]:
-    """Every rank a node of its own."""
-    spec = f"nodes={WORLD},ranks_per_node=1,link={link},device=cpu:1thread"
-    return in_lab.run(spec, measure, task, captured, device=task.device)
+@contextmanager
+def _ranks(link: str | None, kind: Kind) -> Iterator[Callable[..., list[Any]]]:
+    """Jobs on four ranks: of a pool, or every rank a node of its own."""
+    if link is None:
+        with pool_of(WORLD, kind.device) as pool:
+            yield lambda job, *given: pool.run(
+                job, *given, on_event=lambda event, about: in_lab.say(f"{event}: {about}")
+            )
+    else:
+        spec = f"nodes={WORLD},ranks_per_node=1,link={link},device=cpu:1thread"
+        yield lambda job, *given: in_lab.run(spec, job, *given, device=kind.device)
 
 
 # What is predicted.
 
 
-def compared(name: str, task: Task, captured: Captured, seen: Sequence[Seen], is_apart: bool) -> list[dict[str, Any]]:
-    """Every plan: predicted beside measured. is_apart: every rank has its own network."""
+def compared(
+    name: str, task: Task, captured: Captured, seen: Sequence[Seen], own: Planned, is_apart: bool
+) -> list[dict[str, Any]]:
+    """Every plan: predicted beside measured. own: what planning says; is_apart: every rank has its own network."""
     known = Known(task, captured, seen[0], is_apart)
     found: list[dict[str, Any]] = []
     for text, plan in task.plans.items():
@@ -110,6 +122,7 @@ def compared(name: str, task: Task, captured: Captured, seen: Sequence[Seen], is
         middle = statistics.quantiles(times, n=4) if len(times) > 1 else [times[0]] * 3
         found.append({
             "ranks": name, "plan": text, "full": plan.full_text, "predicted_seconds": known.step(text, plan),
+            "planned_seconds": own.seconds[text],
             "measured_seconds": report.summary(times), "spread": (middle[2] - middle[0]) / 2 / middle[1],
             "cores": os.cpu_count(), "load": os.getloadavg()[1],
         })  # fmt: skip
@@ -132,14 +145,17 @@ def _shown(seen: Sequence[Seen]) -> dict[str, Any]:
 
 
 def error(result: Mapping[str, Any]) -> float:
-    return result["predicted_seconds"] / result["measured_seconds"]["median"] - 1
+    return result["predicted_seconds"] / median(result) - 1
 
 
-def regret(results: Sequence[Mapping[str, Any]], count: int) -> float:
-    """How much slower the best of so many plans that are predicted to be the fastest is than the fastest."""
-    told = sorted(results, key=lambda own: own["predicted_seconds"])[:count]
-    best = min(own["measured_seconds"]["median"] for own in results)
-    return min(own["measured_seconds"]["median"] for own in told) / best - 1
+def regret(results: Sequence[Mapping[str, Any]], count: int, by: str = "predicted_seconds") -> float:
+    """How much slower the best of so many plans that are told to be the fastest is than the fastest."""
+    told = sorted(results, key=lambda own: own[by])[:count]
+    return min(map(median, told)) / min(map(median, results)) - 1
+
+
+def median(result: Mapping[str, Any]) -> float:
+    return result["measured_seconds"]["median"]
 
 
 def summary(results: Sequence[Mapping[str, Any]]) -> str:
@@ -152,10 +168,25 @@ def summary(results: Sequence[Mapping[str, Any]]) -> str:
     )
 
 
+def choice(results: Sequence[Mapping[str, Any]]) -> str:
+    """Of `train` without a plan; nothing where that was not asked."""
+    own = next((own for own in results if own["plan"] == CHOSEN), None)
+    if own is None:
+        return ""
+    slower = median(own) / min(map(median, results)) - 1
+    first, three = (regret(results, count, "planned_seconds") for count in (1, 3))
+    return (
+        f"`phalanx train` without a plan takes {Plan.parse(own['full']).shown}: {slower:.1%} slower than the fastest. "
+        f"Of all these plans the one that its planning puts first is {first:.1%} slower, the best of its first three "
+        f"{three:.1%}"
+    )
+
+
 def rows(results: Sequence[Mapping[str, Any]]) -> list[list[str]]:
     return [
-        [own["ranks"], own["plan"], f"{own['predicted_seconds'] * 1e3:.1f}",
-         f"{own['measured_seconds']['median'] * 1e3:.1f}", f"±{own['spread']:.1%}", f"{error(own):+.1%}"]
+        [own["ranks"], own["plan"], f"{own['predicted_seconds'] * 1e3:.1f}", f"{median(own) * 1e3:.1f}",
+         f"±{own['spread']:.1%}", f"{error(own):+.1%}",
+         f"{own['planned_seconds'] * 1e3:.1f}" if "planned_seconds" in own else ""]
         for own in results
     ]  # fmt: skip
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import report
-from own_runs import HEADERS, rows, summary
+from own_runs import HEADERS, choice, rows, summary
 
 RESULTS = Path(__file__).parent.parent / "docs" / "results"
 FILES = ("own_runs_gpu.json", "own_runs.json", "own_runs_link.json")
@@ -20,6 +20,10 @@ computation, and, from steps of one rank that does everything, what micro-batche
 plan's own steps enters its prediction. Profile and plans run in turn, pass by pass, in one job; `measured` is the
 median over passes of what a training loop sees of a step, `spread` half of the middle half. Errors are relative to what
 was measured: minus is a prediction too low.
+
+*By planning* is what `phalanx train` says of the same plan when it has to choose one: from a few rates that it measures
+in seconds, of all plans that there are, without their programs. It is there to tell plans apart, not to say what a step
+takes; the plan that it chooses is among those that are measured, in a row of its own.
 """
 
 
@@ -39,7 +43,8 @@ def _section(data: dict[str, Any], file: str) -> str:
         f"Llama of {size['layers']} layers, width {size['width']}, {size['samples']} samples of {size['tokens']} "
         f"tokens in {setting['dtype']}.", "",
         report.markdown(HEADERS[1:], [row[1:] for row in rows(data["results"])]), "",
-        f"{summary(data['results'])}.", "", _beside(setting["profile"]), "",
+        f"{summary(data['results'])}.", "", *([f"{told}.", ""] if (told := choice(data["results"])) else []),
+        _beside(setting["profile"]), "",
         *([data["notes"], ""] if "notes" in data else []),
     ]  # fmt: skip
     return "\n".join(lines)

@@ -205,7 +205,8 @@ def _measure_model(
     learned = tasks.get(spec.task)
     tokens = sample_length(seq_len, learned, spec.config)
     check_length(learned, spec.config, tokens)
-    subject, sizes = blocks.Subject(spec, captured, precision, here, number, tokens), [blocks.Size(*a) for a in asked]
+    subject = blocks.Subject.synthetic(spec, captured, precision, here, number, tokens)
+    sizes = [blocks.Size(*own) for own in asked]
     if fresh:
         blocks.forget(store, subject, sizes)
     with Progress(transient=True) as shown:

@@ -35,7 +35,8 @@ class Software:
     reach; *gathers, *sends: times that, gathers and messages. *_latency: seconds of one hop. behind_weights: of a
     backward's sums over tensor-parallel ranks, the share that travels behind weight gradients. hidden: of the backward
     of a last micro-batch, the share behind which gradients are reduced. messages: of messages between stages, the share
-    that is waited for. contention: seconds that computation loses for each of communication beneath it. step,
+    that is waited for. contention: seconds that computation loses for each of communication beneath it. crowded: times
+    that a rank computes faster than beside all others of its node, with whom it shares what computes. step,
     micro_batch: seconds besides. gradient: bytes of a parameter's gradient sum, kept and reduced; logits: of each
     logit, where tensor-parallel ranks all have them whole. reserved: bytes that libraries keep of a device's memory;
     slack: share of the rest that an allocator cannot use. host_updates: parameters that the host updates in a second
@@ -65,6 +66,7 @@ class Software:
     hidden: float = 0.8
     messages: float = 1.0
     contention: float = 0.3
+    crowded: float = 1.0
     step: float = 5e-3
     micro_batch: float = 0.0
     gradient: float = 4.0
@@ -103,6 +105,12 @@ class Seconds(NamedTuple):
 
 def add(parts: Sequence[Seconds]) -> Seconds:
     return Seconds(*(sum(column) for column in zip(*parts, strict=True))) if parts else Seconds(0, 0, 0, 0, 0)
+
+
+def among_others(through: float, least: float, crowded: float) -> float:
+    """Seconds of the way through a pipeline, whose ranks are faster while others wait. through: if none ever waited;
+    least: what each has to do on average while none does."""
+    return max(least, through / crowded) if crowded > 1 else through
 
 
 def times(seconds: Seconds, count: int) -> Seconds:
@@ -155,6 +163,16 @@ class Machine:
         """bytes that a device may use of the memory of its host."""
         usual = self.software.host_memory * self.nodes.device.memory.value
         return self.nodes.host / self.nodes.devices if self.nodes.host else usual
+
+    @property
+    def near(self) -> int:
+        """Places of the pipeline that lie on one node."""
+        return max(1, min(self.plan.pp, self.nodes.devices // (self.plan.tp * self.plan.dp)))
+
+    @property
+    def crowded(self) -> float:
+        """Times that a rank is faster while the other places of the pipeline wait."""
+        return self.software.crowded if self.near > 1 else 1.0
 
     @cached_property
     def tp_group(self) -> Group:

@@ -13,7 +13,7 @@ from functools import cached_property
 
 from phalanx.plan.plan import Plan
 from phalanx.planning.cluster import Cluster
-from phalanx.planning.cost import Machine, Seconds, Software, add, machines, times
+from phalanx.planning.cost import Machine, Seconds, Software, add, among_others, machines, times
 from phalanx.planning.degrees import all_copied, split_model
 from phalanx.planning.footprint import (
     fetched_share,
@@ -197,7 +197,7 @@ def parts_of(model: ModelWork, plan: Plan, places: Sequence[Machine], loads: Seq
             known[machine.kinds, load] = timed_place(model, plan, machine, add(own), *held)
     timed = [known[machine.kinds, load] for machine, load in zip(places, loads, strict=True)]
     longest = longest_slice(model, plan, places[0])
-    return step_parts(plan, timed, message_seconds(model, plan, places), places[0].software, longest)
+    return step_parts(plan, timed, message_seconds(model, plan, places), places[0].software, longest, places[0].near)
 
 
 def longest_slice(model: ModelWork, plan: Plan, machine: Machine) -> float:
@@ -272,10 +272,10 @@ def message_seconds(model: ModelWork, plan: Plan, places: Sequence[Machine]) -> 
 
 
 def step_parts(
-    plan: Plan, places: Sequence[Place], message: float, software: Software, longest: float = 1.0
+    plan: Plan, places: Sequence[Place], message: float, software: Software, longest: float = 1.0, near: int = 1
 ) -> dict[str, float]:
     """Where the seconds of a step go, for the place with most to do. message: of one part of a micro-batch. longest:
-    share of a micro-batch that its longest slice is."""
+    share of a micro-batch that its longest slice is. near: places of the pipeline that lie on the same node."""
     busiest = max(places, key=lambda place: place.seconds.total + place.waits)
     seconds = busiest.seconds
     others = sum(_adds(place, plan.schedule) for place in places) - _adds(busiest, plan.schedule)
@@ -287,15 +287,20 @@ def step_parts(
     exposed, copied = seconds.exposed, seconds.copied
     own = seconds.total - seconds.again - exposed - copied
     idle = seconds.in_step - seconds.total if plan.schedule == "zb-v" else 0.0
+    totals = [plan.mb * (place.seconds.total - place.seconds.exposed - place.seconds.copied) for place in places]
+    nodes = [totals[first : first + near] for first in range(0, len(totals), near)]
+    least = max(sum(node) / len(node) for node in nodes)
+    through = plan.mb * (own + seconds.again + idle) + fill
+    share = among_others(through, least, software.crowded if near > 1 else 1.0) / through if through else 1.0
     return {
-        "computation": plan.mb * own,
-        "computed again": plan.mb * seconds.again,
+        "computation": share * plan.mb * own,
+        "computed again": share * plan.mb * seconds.again,
         "tensor communication": plan.mb * exposed,
         "host copies": plan.mb * copied + max(place.fetch for place in places),
         "messages": plan.mb * waits_for_messages(plan) * message * software.messages,
         "gradients": plan.mb * busiest.waits + gradients,
         "optimizer": max(place.update for place in places),
-        "bubble": fill + plan.mb * idle,
+        "bubble": share * (fill + plan.mb * idle),
         "other": software.step + plan.mb * software.micro_batch,
     }
 

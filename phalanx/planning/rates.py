@@ -112,7 +112,7 @@ def on_cluster(cluster: Cluster, software: Software, rates: Rates) -> tuple[Clus
             latency = {f"{prefix or 'link_'}latency": own.latency}
             counts |= latency | {f"{prefix}gathers": own.gathers, f"{prefix}sends": own.sends}
     shares = replace(
-        software, **counts, contention=_contention(rates, software),
+        software, **counts, contention=_contention(rates, software), crowded=_crowded(rates),
         # What all ranks of a node reached at the same time, its memory reaches.
         host_copies=max(software.host_copies, rates.ranks * (rates.host or 0.0)),
     )  # fmt: skip
@@ -216,6 +216,12 @@ def _contention(rates: Rates, software: Software) -> float:
     every = (talk.speeds.get("computing beneath") for talk in (rates.near, rates.far) if talk is not None)
     found = next(filter(None, every), None)
     return software.contention if not found else min(1.0, max(0.0, 1 - found[-1][1]))
+
+
+def _crowded(rates: Rates) -> float:
+    """Times that a rank is faster alone than beside all others of its node."""
+    found = dict(rates.near.speeds.get("computing", ()))
+    return 1 / found[rates.ranks] if rates.ranks in found else 1.0
 
 
 def _line(xs: Sequence[float], ys: Sequence[float]) -> tuple[float, float]:

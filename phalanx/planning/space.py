@@ -15,7 +15,7 @@ from phalanx.plan.offload import Offload
 from phalanx.plan.plan import Plan
 from phalanx.plan.rules import OVERLAPS, SLICED_SCHEDULES, VIRTUAL_STAGES, divisors, may_host_parameters
 from phalanx.planning.cluster import Cluster
-from phalanx.planning.cost import Machine, machines, update_bytes
+from phalanx.planning.cost import Machine, among_others, machines, update_bytes
 from phalanx.planning.degrees import Degrees
 from phalanx.planning.problem import Problem
 from phalanx.planning.slice_shares import equal
@@ -117,7 +117,11 @@ def base_of(problem: Problem, plan: Plan) -> Base:
     fastest = [min(column) for column in zip(*totals, strict=True)]
     whole = sum(fastest[place] for place in problem.model.blocks)
     longest = max(whole / plan.pp, *fastest)
-    return Base(plan, whole, longest, plan.mb * longest, places[0])
+    return Base(plan, whole, longest, _through(places[0], whole, plan.mb * longest), places[0])
+
+
+def _through(machine: Machine, whole: float, seconds: float) -> float:
+    return among_others(seconds, machine.plan.mb * whole / machine.plan.pp, machine.crowded)
 
 
 def variants(problem: Problem, base: Base, fixed: Mapping[str, Any]) -> Iterator[tuple[dict[str, Any], float]]:
@@ -130,7 +134,8 @@ def variants(problem: Problem, base: Base, fixed: Mapping[str, Any]) -> Iterator
         filling: float = _FILLED.get(schedule["schedule"], 1 / int(schedule.get("v", 1)))
         for slices in _slicings(problem, base, schedule["schedule"], fixed):
             parts = max(map(len, slices), default=1)
-            least = base.least + filling * (base.whole - base.longest) / parts + problem.software.step
+            through = plan.mb * base.longest + filling * (base.whole - base.longest) / parts
+            least = _through(base.machine, base.whole, through) + problem.software.step
             cut = {"slices": slices} if slices else {}
             for zero in shardings:
                 yield {**fields, **schedule, **cut, **zero}, least

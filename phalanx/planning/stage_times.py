@@ -12,9 +12,17 @@ from typing import NamedTuple
 
 from phalanx.plan.plan import Plan
 from phalanx.plan.rules import divisors
-from phalanx.planning.cost import Machine, Seconds, machines
+from phalanx.planning.cost import Machine, Seconds, among_others, machines
 from phalanx.planning.degrees import Degrees, split_block
-from phalanx.planning.estimate import Estimate, Place, estimate, longest_slice, message_seconds, step_parts, timed_place
+from phalanx.planning.estimate import (
+    Estimate,
+    Place,
+    estimate,
+    longest_slice,
+    message_seconds,
+    step_parts,
+    timed_place,
+)
 from phalanx.planning.footprint import (
     Largest,
     kept_here,
@@ -221,7 +229,8 @@ class StageTimes:
         others = (sum(totals) / len(totals) * plan.pp - longest) * self.drained()
         if plan.schedule == "zb-v":
             longest *= first.seconds.in_step / first.seconds.total
-        return plan.mb * longest + others
+        least = plan.mb * sum(totals) / len(totals)
+        return among_others(plan.mb * longest + others, least, self._places[0].crowded)
 
     def _waiting(self) -> float:
         """For messages."""

@@ -34,10 +34,13 @@ from phalanx.planning.estimate import Estimate, estimate
 from phalanx.planning.problem import Problem
 from phalanx.planning.search import faster_part, search
 from phalanx.planning.work import ModelWork
+from phalanx.prepare.blocks_here import measure_blocks, sizes_of
 from phalanx.prepare.budget import Budget, Fit
 from phalanx.prepare.did_not_fit import NONE_TRIED, Tried
-from phalanx.prepare.here import measure_here, planned_here, to_stderr
-from phalanx.profile.model import times_here
+from phalanx.prepare.here import measure_here, planned_here, to_stderr, usable_store
+from phalanx.prepare.turns import let_others_come, wait_for
+from phalanx.profile.model import Size, times_here
+from phalanx.profile.model import Subject as Blocks
 from phalanx.profile.store import rows_here
 
 _KEY = "plan"
@@ -109,10 +112,27 @@ def choose(subject: Subject, context: RankContext) -> Choice:
     """With several ranks: all of them come here, rank 0 first."""
     assert context.world > 1
     if context.rank > 0:
-        return Choice.from_json(context.store.get(_KEY))
+        return Choice.from_json(wait_for(context, _KEY))
     found = _or_simple(subject, lambda: _searched(subject, context))
     context.store.set(_KEY, found.to_json())
     return found
+
+
+def measure_together(subject: Subject, context: RankContext) -> None:
+    """By all ranks, before one of them chooses."""
+    let_others_come(context)
+    config, batches = subject.config, subject.batches
+    store, sizes, per_node = None, list[Size](), 0
+    if context.rank == 0 and subject.cuts:
+        cluster, software = planned_here(context, config.memory_bytes, config.dtype)
+        store, per_node = usable_store(), cluster.per_node
+        rate = software.products * min(kind.device.flops.value for kind in cluster.nodes)
+        sizes = sizes_of(context.world, config.batch_size, subject.heads, max(subject.costs()), rate)
+    blocks = Blocks(
+        subject.spec, subject.captured, config.dtype, torch.device(context.device), per_node,
+        lambda count: batches.batch(0, count), config.compile,
+    )  # fmt: skip
+    measure_blocks(context, blocks, store, sizes, to_stderr)
 
 
 def _or_simple(subject: Subject, make: Callable[[], Choice]) -> Choice:

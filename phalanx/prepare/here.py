@@ -77,7 +77,7 @@ def are_announced(context: RankContext) -> bool:
 
 def measure_here(context: RankContext, dtype: str, say: Say) -> None:
     """By all ranks, before rank 0 plans: briefly, and only what was not measured here before."""
-    store = _usable_store() if context.rank == 0 else None
+    store = usable_store() if context.rank == 0 else None
 
     def progress(done: int, of: int) -> None:
         if done < of and not said:
@@ -89,7 +89,7 @@ def measure_here(context: RankContext, dtype: str, say: Say) -> None:
         measure_joined(context, store, dtype, BRIEF, progress)
 
 
-def _usable_store() -> Store | None:
+def usable_store() -> Store | None:
     """A run goes on without one."""
     store = Store(profiles_path(), to_stderr)
     try:

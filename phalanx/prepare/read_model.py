@@ -29,7 +29,7 @@ from phalanx.params.parameters import choose_trainable
 from phalanx.plan import fields
 from phalanx.plan.complete import Completed, complete, needed_ranks, usable_ranks
 from phalanx.plan.plan import Plan
-from phalanx.prepare.auto import Choice, Subject, choose
+from phalanx.prepare.auto import Choice, Subject, choose, measure_together
 from phalanx.prepare.did_not_fit import NONE_TRIED, Tried
 from phalanx.tasks.base import Task
 
@@ -91,6 +91,8 @@ def read_model(
         current = config.override(batch_size=period.batch_size)
         subject = Subject(spec, captured, trainable, batches, current, plan, optimizer_class, tried, eval_samples)
     if subject is not None and context.world > 1:
+        with phase("measuring"):
+            measure_together(subject, context)
         with phase("plan"):
             choice = choose(subject, context)
         plan, reasons = choice.plan, {} if choice.plan != plan else reasons

@@ -84,8 +84,9 @@ def questions(device: str, spread: Spread, effort: Effort = CAREFUL) -> list[Que
     for is_far in (False, True):
         if (spread.nodes if is_far else ranks) > 1:
             found += [Question(kind, size, is_far) for kind in COLLECTIVES for size in sizes]
+    if ranks > 1 and (effort.beneath or device == "cpu" or spread.devices < ranks):
+        found += [Question("computing", busy) for busy in range(2 if effort.beneath else ranks, ranks + 1)]
     if effort.beneath:
-        found += [Question("computing", busy) for busy in range(2, ranks + 1)]
         for is_far, number in ((False, ranks), (True, spread.world)):
             if (spread.nodes if is_far else ranks) > 1:
                 found += [Question(kind, number, is_far) for kind in ("computing beneath", "all_reduce beneath")]

@@ -43,10 +43,12 @@ class SegmentTimes(NamedTuple):
 
 
 class Effort(NamedTuple):
-    """How long one part of a segment is measured."""
+    """How long one part of a segment is measured. seconds: of a round, in which it is run so often at least."""
 
     rounds: int = 5
-    seconds: float = 0.02  # of a round
+    seconds: float = 0.02
+    least: int = 2
+    warm_up: int = MOST_COPIES
 
 
 class Place(NamedTuple):
@@ -190,8 +192,8 @@ def usual_seconds(
             torch.cuda.synchronize(device)
         return (time.perf_counter() - begin) / times
 
-    timed(MOST_COPIES)
-    times = max(2, min(MOST_TIMES, int(effort.seconds / max(meet(timed(1)), 1e-7))))
+    timed(effort.warm_up)
+    times = max(effort.least, min(MOST_TIMES, int(effort.seconds / max(meet(timed(1)), 1e-7))))
     return statistics.median(timed(times) for _ in range(effort.rounds))
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from phalanx.data.batches import Batches
 from phalanx.engine.compiled import Compiled
-from phalanx.errors import ConfigError, PhalanxError
+from phalanx.errors import ConfigError
 from phalanx.launch.context import RankContext
 from phalanx.launch.status_board import BoardWatch
 from phalanx.model.weights.weights import Weights
@@ -37,6 +37,7 @@ from phalanx.prepare.did_not_fit import LESS, DoesNotFit
 from phalanx.prepare.here import announce, measure_here, to_stderr
 from phalanx.prepare.initial_weights import load_buffers, open_weights
 from phalanx.prepare.prepare import Prepared, prepare, require_change
+from phalanx.prepare.turns import rank_0_first
 from phalanx.session.ahead import Ahead, FirstBatch, with_functions
 from phalanx.session.change import Change, open_member
 from phalanx.session.change import change as change_plan
@@ -129,7 +130,7 @@ class ReadyRank:
             if context.world > 1:  # a rank alone may need no search
                 with self.phases.phase("measuring"):
                     measure_here(context, config.dtype, say)
-        with self.phases.phase("prepare"), self._rank_0_first() if plan is None else contextlib.nullcontext():
+        with self.phases.phase("prepare"), rank_0_first(context) if plan is None else contextlib.nullcontext():
             run = self.run = prepare(
                 job.model, job.data, job.eval_data, config, context, collate=job.collate, groups=job.groups,
                 step=first_step, optimizer_class=job.optimizer_class, plan=plan, phase=self.phases.phase,
@@ -329,19 +330,6 @@ class ReadyRank:
             return LESS * memory.fit.bytes / memory.budget.bytes if memory.budget is not None else None
         planned, budget = (choice.record.get(f"planned_{name}_bytes") for name in ("memory", "budget"))
         return LESS * self.job.tried.share * planned / budget if planned and budget else None
-
-    @contextlib.contextmanager
-    def _rank_0_first(self) -> Iterator[None]:
-        """Others wait, and find in the caches what rank 0 put there."""
-        store, key = self.context.store, "prepared"
-        if self.context.world > 1 and self.context.rank > 0:
-            while not store.check([key]):
-                if self.context.abort.wait(0.05):
-                    raise PhalanxError(f"stopped while preparing: {self.context.abort.reason}")
-            store.get(key)  # refused if rank 0 did not write it
-        yield
-        if self.context.world > 1 and self.context.rank == 0:
-            store.set(key, "yes")
 
 
 def reader(found: Checkpoint | None, weights: Weights) -> Read:

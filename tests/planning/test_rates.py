@@ -12,8 +12,10 @@ from phalanx.planning.cluster import Cluster
 from phalanx.planning.collectives import Links, all_reduce, consecutive, gather, send
 from phalanx.planning.cost import Machine, Software
 from phalanx.planning.devices import DEVICES
+from phalanx.planning.estimate import estimate
 from phalanx.planning.precision import in_precision
 from phalanx.planning.rates import Points, Rates, Spread, Talk, on_cluster
+from phalanx.planning.work import Shape, transformer
 
 
 def rates(**changes: Any) -> Rates:
@@ -75,6 +77,26 @@ def test_devices_are_as_fast_as_in_the_precision_of_the_run() -> None:
     assert flops("2 CPU", "bfloat16") == flops("2 CPU", "float32") / 2
     unlike = replace(Cluster.read("8 H100").nodes[0], device=replace(DEVICES["H100"], name="Z100"))
     assert in_precision(Cluster((unlike,)), "float64").nodes[0].device.flops.known == "assumed"
+
+
+def test_ranks_that_share_cores_get_on_faster_while_others_wait() -> None:
+    """A pipeline takes no longer than what all of its ranks have to do, where their cores never rest, and no less than
+    its way takes a rank that has them for itself."""
+    crowd = Talk(Spread(4, 4), {}, {"computing": ((2.0, 0.9), (4.0, 0.5))})
+    cluster, software = on_cluster(Cluster.read("4 A100"), Software(), rates(near=crowd))
+    assert software.crowded == 2.0 and on_cluster(cluster, software, rates())[1].crowded == 1.0
+    model = transformer("any", Shape(8, 1024, 8, 8, 4096, 1000, 1024))
+
+    def way(mb: int, crowded: float, text: str = "4 A100") -> tuple[float, float]:
+        plan = Plan(pp=4, mb=mb, stages=(3, 3, 2, 2))
+        own = estimate(model, plan, Cluster.read(text), replace(software, crowded=crowded), 16)
+        return own.parts["computation"] + own.parts["bubble"], own.parts["computation"]
+
+    for mb in (1, 2, 8):
+        through, _ = way(mb, 1.0)
+        assert way(mb, 1.5)[0] == pytest.approx(max(through / 1.5, way(mb, 1e9)[0]))
+    assert way(1, 1e9)[0] == way(1, 1e3)[0] < way(1, 2.0)[0] < way(1, 1.0)[0]
+    assert way(2, 2.0, "4x1 A100") == way(2, 1.0, "4x1 A100")  # each has its node for itself
 
 
 SIZES = (1e5, 1e6, 1e7)

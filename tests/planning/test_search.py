@@ -154,23 +154,23 @@ def fits(problem: Problem, plan: Plan, place: int, machine: Machine, rungs: dict
     return used <= machine.budget * (1 + 1e-12)
 
 
-def compare(seed: int) -> float | None:
+def compare(seed: int, software: Software) -> float | None:
     """How much worse what was found is than the best there is; None where there is none, which is found, too."""
     generator = random.Random(seed)
     model = random_model(generator)
     cluster = random_cluster(generator, model)
     batch = generator.choice([1, 2, 3, 4, 8])
-    best = exhaustive(Problem(model, cluster, SOFTWARE, batch))
+    best = exhaustive(Problem(model, cluster, software, batch))
     try:
-        found = search(model, cluster, SOFTWARE, batch, all_devices=True).plans[0].step_seconds
+        found = search(model, cluster, software, batch, all_devices=True).plans[0].step_seconds
     except PlanError:
         assert math.isinf(best), f"seed {seed}: nothing was found where {best} s is possible"
         return None
     return found / best - 1
 
 
-def check(seeds: Sequence[int]) -> None:
-    worse = {seed: ratio for seed in seeds if (ratio := compare(seed)) is not None}
+def check(seeds: Sequence[int], software: Software = SOFTWARE) -> None:
+    worse = {seed: ratio for seed in seeds if (ratio := compare(seed, software)) is not None}
     assert len(worse) > 0.6 * len(seeds)
     assert not (bad := {seed: ratio for seed, ratio in worse.items() if ratio > 1e-3}), bad
     assert sum(ratio < 1e-9 for ratio in worse.values()) >= 0.95 * len(worse)

@@ -169,7 +169,8 @@ def test_several_ranks_run_what_the_search_finds(tmp_path: Path, lent_ranks: lis
     short_run(MODEL, DATA, tmp_path / "b", ranks=2)
     assert lent_ranks == [2]
     (record,) = records(tmp_path / "b", "plan")
-    assert "a step predicted on 1x2 CPU, by measured rates" in record["reason"] and "; simple pp=2" in record["reason"]
+    by = "a step predicted on 1x2 CPU, by measured rates and measured blocks"
+    assert by in record["reason"] and "; simple pp=2" in record["reason"]
     best, others = record["planned_step_seconds"], record["runners_up"]
     assert others and all(own["step_seconds"] >= 0.99 * best for own in others)
     assert Plan.parse(record["plan"]) == Plan.from_json((tmp_path / "b" / "plan.json").read_text())
@@ -187,7 +188,7 @@ def test_a_run_measures_what_was_not_measured_here_and_plans_by_it_and_the_next_
         short_run(MODEL, DATA, tmp_path / name, **options)
         kept.append(Store(profiles_path()).rows())
         assert "by measured rates" in records(tmp_path / name, "plan")[-1]["reason"]
-    assert kept[0] == kept[1] and {row.key["by"] for row in kept[0]} == {"run"}
+    assert kept[0] == kept[1] and {row.key.get("by", "run") for row in kept[0]} == {"run"}
 
 
 def test_that_devices_are_measured_is_said_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -214,6 +215,9 @@ class Keys(dict[str, str]):
 
     def set(self, key: str, text: str) -> None:
         self[key] = text
+
+    def check(self, keys: list[str]) -> bool:
+        return all(key in self for key in keys)
 
 
 def subject(**changes: Any) -> Subject:

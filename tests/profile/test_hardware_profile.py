@@ -219,7 +219,7 @@ def test_ranks_of_several_nodes_measure_each_class_of_their_groups_and_one_proce
     rows = Store(tmp_path / "p.sqlite").rows()
     classes = {(row.kind, row.key["ranks"], row.key["devices"], row.key["nodes"]) for row in rows}
     of_node, of_nodes = (2, 2, 1), (2, 2, 2)
-    every = ("product", "memory", *COLLECTIVES)
+    every = ("product", "memory", "computing", *COLLECTIVES)
     assert classes == {(kind, *of_node) for kind in every} | {(kind, *of_nodes) for kind in COLLECTIVES}
     pool.run(joined, str(tmp_path), 2, world=4)
     assert Store(tmp_path / "p.sqlite").rows() == rows
@@ -263,7 +263,10 @@ def test_of_an_odd_number_the_last_has_nobody_to_send_to() -> None:
 
 def test_a_run_asks_briefly_and_nothing_that_was_measured_carefully_or_takes_long(tmp_path: Path) -> None:
     kept = Kept(Store(tmp_path / "p.sqlite"), CPU, "float32", Spread(2, 2), BRIEF)
-    assert kept.missing() == kept.asked and "computing" not in {own.kind for own in kept.asked}
+    assert kept.missing() == kept.asked
+    assert [own.size for own in kept.asked if own.kind == "computing"] == [2]  # of ranks that share cores, all
+    assert "computing" not in {own.kind for own in questions("cuda", Spread(2, 2), BRIEF)}
+    assert "computing" in {own.kind for own in questions("cuda", Spread(2, 1), BRIEF)}
     kept.store.put("product", key_of(kept.asked[0], kept.name, "float32", Spread(2, 2), CAREFUL), 1e9)
     kept.store.put("all_reduce", kept.key(Question("all_reduce", 2**14)), 0.5)
     missing = [(own.kind, own.size) for own in kept.missing()]

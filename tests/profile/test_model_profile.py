@@ -12,6 +12,7 @@ import torch
 
 from phalanx.cli.main import main
 from phalanx.cli.models import capture_model
+from phalanx.config import RunConfig
 from phalanx.errors import PlanError
 from phalanx.model.facts.facts import load
 from phalanx.plan.plan import Plan
@@ -32,7 +33,7 @@ TIMES = SegmentTimes(1.0, 2.0, 0.5, 3.0)
 @pytest.fixture(scope="module")
 def subject() -> Subject:
     spec, captured = capture_model("gpt2", None, "float32", tiny=True)
-    return Subject(spec, captured, "float32", CPU, 1, 16)
+    return Subject.synthetic(spec, captured, "float32", CPU, 1, 16)
 
 
 @pytest.fixture
@@ -49,8 +50,8 @@ def stand_in(monkeypatch: pytest.MonkeyPatch, subject: Subject) -> list[Size]:
     """Nothing is measured; what would have been is noted."""
     asked: list[Size] = []
 
-    def measured(context: object, spec: object, captured: object, dtype: str, size: Size, tokens: int):
-        asked.append(size)
+    def measured(context: object, captured: object, config: RunConfig, degree: int, batch: object):
+        asked.append(Size(degree, config.batch_size))
         return dict.fromkeys(subject.first_blocks(), TIMES)
 
     monkeypatch.setattr(blocks, "measure_on_rank", measured)
@@ -85,8 +86,8 @@ def test_what_is_known_is_not_measured_again_and_what_was_interrupted_goes_on(
 def test_a_degree_that_the_model_cannot_have_is_left_out_and_said(
     subject: Subject, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def measured(context: object, spec: object, captured: object, dtype: str, size: Size, tokens: int):
-        if size.degree == 3:
+    def measured(context: object, captured: object, config: object, degree: int, batch: object):
+        if degree == 3:
             raise PlanError("three is too many")
         return dict.fromkeys(subject.first_blocks(), TIMES)
 
