@@ -183,8 +183,7 @@ def time_part(copies: list[SegmentRun], name: str, device: torch.device, meet: M
 def usual_seconds(
     next_work: Callable[[], Callable[[], Any]], device: torch.device, meet: Meet, effort: Effort
 ) -> float:
-    def timed(times: int) -> float:
-        meet(0.0)
+    def run(times: int) -> float:
         begin = time.perf_counter()
         for _ in range(times):
             next_work()()
@@ -192,8 +191,14 @@ def usual_seconds(
             torch.cuda.synchronize(device)
         return (time.perf_counter() - begin) / times
 
-    timed(effort.warm_up)
-    times = max(effort.least, min(MOST_TIMES, int(effort.seconds / max(meet(timed(1)), 1e-7))))
+    def timed(times: int) -> float:
+        """Others are at it before and after, too: ranks do not begin at the same moment, and share cores or devices."""
+        meet(0.0)
+        _, seconds, _ = run(1), run(times), run(1)
+        return seconds
+
+    once = meet(timed(effort.warm_up))
+    times = max(effort.least, min(MOST_TIMES, int(effort.seconds / max(once, 1e-7))))
     return statistics.median(timed(times) for _ in range(effort.rounds))
 
 
