@@ -10,6 +10,7 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +47,7 @@ from phalanx.training.job import Job, JobPayload, Result, Summary, fill, pack, s
 from phalanx.training.loop import Loop
 from phalanx.training.metrics import Metric, require_metrics
 from phalanx.training.spikes import MOST_ROLLBACKS, RollBack
-from phalanx.training.trials import with_fastest
+from phalanx.training.trials import Trial, attempt_here, attempt_joined, with_fastest
 from phalanx.written import plan_text
 
 
@@ -169,7 +170,7 @@ class Trainer:
         context = join(device, folder=self.folder)
         if context is not None:
             early.drop()
-            self._refuse_several_jobs()
+            self._refuse_rollbacks()
             return self._fit_joined(context)
         refuse_second_run(self.folder)
         ranks = choose_num_ranks(self.config)
@@ -177,10 +178,10 @@ class Trainer:
             early.drop()
             self._refuse_survival("the only rank of a run cannot be survived", "leave on_loss out, or use more ranks")
             alone = RankContext.alone(local_device(device, 0))
-            self._try_out(lambda job: Loop(job, alone, _nobody).fit())
+            self._try_out(partial(attempt_here, lambda job: Loop(job, alone, _nobody).fit()))
             return self._fitting(lambda job: self._fit_here(alone, job))
         with WorkerPool(ranks, device=device, silence=self.config.silence) as pool:
-            self._try_out(lambda job: _run(pool, job))
+            self._try_out(partial(attempt_here, lambda job: _run(pool, job)))
             return self._fitting(lambda job: _run(pool, job, lambda hook, given: self._on_event(hook, *given)))
 
     def _fit_joined(self, first: RankContext) -> Summary:
@@ -188,9 +189,13 @@ class Trainer:
         their own for each attempt."""
         waiting = [first]
 
-        def run(job: Job) -> Summary:
+        def joined() -> RankContext:
             context = waiting.pop() if waiting else join(self.config.device, folder=self.folder)
             assert context is not None
+            return context
+
+        def run(job: Job) -> Summary:
+            context = joined()
             try:
                 with failure_told_by_one(context, job.folder):
                     return run_joined_fitting(context, self._fit_here, job)
@@ -198,11 +203,21 @@ class Trainer:
                 self.loop = None  # and with it what the attempt held
                 raise
 
-        return with_plans_that_fit(self.job, run, self._say if first.rank == 0 else _unsaid)
+        def attempt(job: Job) -> Trial:
+            return attempt_joined(joined(), lambda context, own: Loop(own, context, _nobody).fit(), job)
+
+        say = self._say if first.rank == 0 else _unsaid
+        self._try_out(attempt, say)
+        return with_plans_that_fit(self.job, run, say)
 
     def _fit_guarded(self, one_machine: bool) -> Summary:
         """Ranks that may be lost, where a launcher would end the job with them."""
-        self._refuse_several_jobs()
+        self._refuse_rollbacks()
+        if self.config.measure_top is not None:
+            raise ConfigError(
+                f"option measure_top = {self.config.measure_top}: ranks of a launcher that may be lost run one job",
+                "find the fastest plan in a short run with on_loss=stop, or leave measure_top out",
+            )
         claim = None if one_machine else live_claim(self.folder)
         guard = join("cpu", folder=self.folder, claim=claim)
         assert guard is not None
@@ -232,10 +247,10 @@ class Trainer:
             return fit_guarded(guard, self.job, self.config.device, run, follow, term)
         return run_joined(guard, fit_guarded, self.job, self.config.device, run, silence=self.config.silence)
 
-    def _try_out(self, run: Callable[[Job], Summary]) -> None:
+    def _try_out(self, attempt: Callable[[Job], Trial], say: Callable[[str], None] | None = None) -> None:
         """From now on the job has the fastest of its best plans, where that was asked for."""
         if self.config.measure_top is not None:
-            self.job = with_fastest(self.job, lambda job: with_plans_that_fit(job, run, self._say))
+            self.job = with_fastest(self.job, lambda job: with_plans_that_fit(job, attempt, say or self._say))
             self.config = self.job.config
 
     def _fitting(self, run: Callable[[Job], Summary]) -> Summary:
@@ -246,16 +261,11 @@ class Trainer:
         if self.config.progress != "off" and not self.config.json_output:
             print(text, flush=True)
 
-    def _refuse_several_jobs(self) -> None:
+    def _refuse_rollbacks(self) -> None:
         if self.config.on_spike == "rollback":
             raise ConfigError(
                 "option on_spike = 'rollback' begins anew from a checkpoint, which ranks of a launcher cannot",
                 "use on_spike=skip, or let phalanx start the ranks",
-            )
-        if self.config.measure_top is not None:
-            raise ConfigError(
-                f"option measure_top = {self.config.measure_top}: ranks that a launcher started run one job",
-                "measure without a launcher, or leave measure_top out: plan=auto takes what is predicted to be best",
             )
 
     def _refuse_survival(self, why: str, hint: str) -> None:

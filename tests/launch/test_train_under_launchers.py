@@ -23,6 +23,7 @@ from phalanx.observe.runlog import read_log
 from phalanx.observe.story import story
 from phalanx.plan.plan import Plan
 from phalanx.training import trainer
+from phalanx.training.trials import STEPS
 from tests.children import Popen, environment
 from tests.faults.ranks import fit
 from tests.run_helpers import SHORT, NoDecay, losses, records, short_run
@@ -163,9 +164,9 @@ def test_a_plan_for_more_ranks_than_the_launcher_started_is_refused_by_rank_0(tm
 GREEDY = {"plan": "auto", "optimizer": "tests.greedy.Greedy", "progress": "plain", "steps": 2}
 
 
-def greedy(monkeypatch: pytest.MonkeyPatch, folder: Path, when: str, times: int) -> None:
+def greedy(monkeypatch: pytest.MonkeyPatch, folder: Path, when: str, times: int, after: int = 0) -> None:
     folder.mkdir()
-    monkeypatch.setenv("TEST_GREEDY", f"{folder},{when},{times}")
+    monkeypatch.setenv("TEST_GREEDY", f"{folder},{when},{times},{after}")
 
 
 @pytest.mark.long
@@ -180,6 +181,7 @@ def test_under_torchrun_a_plan_for_which_one_rank_lacks_memory_gives_way_to_anot
     require_gave_way(tmp_path, out)
 
 
+@pytest.mark.long
 def test_under_slurm_a_plan_for_which_one_rank_lacks_memory_gives_way_to_another(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -199,6 +201,22 @@ def require_gave_way(folder: Path, out: str) -> None:
     assert out.count(f"plan {first} did not fit, and gives way to one that needs less: ") == 1
     short_run("gpt2", DATA, folder / "plain", **OPTIONS, plan="simple", steps=2, optimizer_class=NoDecay)
     assert losses(folder / "run") == pytest.approx(losses(folder / "plain"), rel=1e-5)
+
+
+def test_under_slurm_ranks_measure_the_best_plans_and_pass_over_one_that_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    greedy(monkeypatch, tmp_path / "greedy", "step", times=1, after=STEPS)  # in the second trial
+    ranks = slurm(6, tmp_path / "run", **GREEDY, measure_top=3)
+    (_, first), (silent, second) = (process.communicate(timeout=150) for process in ranks)
+    assert [process.returncode for process in ranks] == [0, 0], (first, second)
+    (record,) = records(tmp_path / "run", "plan")
+    fastest = min(record["measured"], key=lambda own: own["measured_step_seconds"])
+    assert silent == "" and record["chosen"] == "measured" and len(record["measured"]) == 2
+    assert Plan.parse(fastest["plan"]).shown == Plan.parse(record["plan"]).shown
+    (failed,) = record["failed"]
+    assert " failed: " in failed and "does not fit in the memory of cpu" in failed and failed in record["reason"]
+    assert list(losses(tmp_path / "run")) == [1, 2]
 
 
 @pytest.mark.long

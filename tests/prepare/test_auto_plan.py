@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,7 +25,7 @@ from phalanx.prepare.did_not_fit import DoesNotFit
 from phalanx.prepare.here import RankDevice, announce, cluster_here, cluster_of, known_device, measure_here
 from phalanx.profile.store import Store, profiles_path
 from phalanx.training.job import Job
-from phalanx.training.trials import STEPS, with_fastest
+from phalanx.training.trials import STEPS, attempt_here, with_fastest
 from tests.captured import LLAMA, named
 from tests.greedy import Greedy
 from tests.run_helpers import NoDecay, losses, records, short_run
@@ -336,7 +337,7 @@ def test_the_fastest_of_the_best_plans_is_kept_with_its_figures(tmp_path: Path) 
             raise PlanError("cannot be split")
         tried(plan, Path(trial.config.out), times[plan], rows)
 
-    found = with_fastest(job, run)
+    found = with_fastest(job, partial(attempt_here, run))
     assert [own.steps for own in given] == [STEPS] * 3 and not any(own.export for own in given)
     assert not any(Path(own.out).exists() for own in given)
     assert found.config.export and found.config.out == str(tmp_path)
@@ -355,7 +356,7 @@ def test_one_rank_tries_numbers_of_micro_batches(tmp_path: Path) -> None:
         seen.append(plan.mb)
         tried(plan, Path(trial.config.out), [1.0, 1.0 / plan.mb], [])
 
-    assert Plan.parse(with_fastest(job, run).config.plan).mb == 4 and seen == [1, 2, 4]
+    assert Plan.parse(with_fastest(job, partial(attempt_here, run)).config.plan).mb == 4 and seen == [1, 2, 4]
 
 
 def test_measuring_is_refused_where_it_would_do_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -364,9 +365,11 @@ def test_measuring_is_refused_where_it_would_do_nothing(tmp_path: Path, monkeypa
     assert "plan=auto" in caught.value.hint
     with pytest.raises(ConfigError, match="does nothing with plan = 'simple'"):
         RunConfig.create(plan="simple", measure_top=3)
-    monkeypatch.setattr("phalanx.training.trainer.join", lambda *arguments, **given: RankContext.alone())
-    with pytest.raises(ConfigError, match="ranks that a launcher started run one job"):
-        short_run(MODEL, DATA, tmp_path, measure_top=2)
+    launched = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    for name, value in launched.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match="measure_top = 2: ranks of a launcher that may be lost run one job"):
+        short_run(MODEL, DATA, tmp_path, measure_top=2, on_loss="shrink")
 
 
 @pytest.mark.long
