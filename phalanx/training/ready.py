@@ -31,7 +31,7 @@ from phalanx.params.parameters import read_order
 from phalanx.plan.complete import complete, usable_ranks
 from phalanx.plan.periods import Period
 from phalanx.plan.plan import Plan
-from phalanx.prepare.auto import choose_alone
+from phalanx.prepare.auto_alone import choose_alone
 from phalanx.prepare.budget import Budget, Fit, MemoryGuard
 from phalanx.prepare.did_not_fit import LESS, DoesNotFit
 from phalanx.prepare.here import announce, measure_here, to_stderr
