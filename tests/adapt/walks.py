@@ -59,7 +59,8 @@ _WALK = (
     "tp=4,mb=2,pairs=yes,overlap=halves", "tp=2,dp=2,mb=2,overlap=overlap_checkpoint",
     "pp=1,dp=2,zero=1,offload=optimizer", "pp=2,dp=2,mb=2,offload=optimizer-step",
     "pp=2,dp=2,zero=3,mb=2,offload=parameters", "dp=4,offload=activations+parameters:1",
-    "pp=2,dp=2,mb=2,offload=activations:1+optimizer:0.4+optimizer-step:0.6,recompute=light", "pp=1,dp=1",
+    "pp=2,dp=2,mb=2,offload=activations:1+optimizer:0.4+optimizer-step:0.6,recompute=light",
+    "tp=2,dp=2,mb=2,sequence=yes,offload=optimizer:0.4+optimizer-step:0.6", "pp=1,dp=1",
     "pp=2,dp=2,mb=2",
 )  # fmt: skip
 _SLICED = ("pp=2,dp=2,mb=2,slices=2", "tp=2,dp=2,slices=3-5", "pp=4,mb=2,schedule=gpipe,slices=3-2-1/4", "pp=4,mb=2")
