@@ -113,6 +113,9 @@ def _left_out(name: str, steps: Sequence[tuple[Plan, Plan]]) -> Iterator[str]:
     said_of = [(set(said(old)), set(said(new))) for old, new in steps]
     for word in known:
         if not any(word in new - old for old, new in said_of):
-            yield f"no change enters {name}: {word}; add a plan with it to tests/adapt/walks.py"
+            yield (
+                f"no change enters {name}: {word}; add a plan with it to tests/adapt/walks.py, or, where this kind of "
+                f"model does not take {name}, the reason to `cannot` there"
+            )
         elif not any(word in old - new for old, new in said_of):
-            yield f"no change leaves {name}: {word}; add a plan without it after one with it to tests/adapt/walks.py"
+            yield f"no change leaves {name}: {word}; add a plan without it after that in tests/adapt/walks.py"

@@ -1,5 +1,5 @@
-"""The formation matrix: for every kind of model, plans that follow each other in one session, a step under each, so that
-every value of every field of a plan comes and goes.
+"""The formation matrix: for every kind of model, plans that follow each other in one session, a step under each. Every
+value of every field of a plan comes and goes.
 
 What must be on a walk is asked of the product (`covering.py`), not written here. Random walks take every field's values
 from the written ones.
@@ -18,13 +18,14 @@ from phalanx.plan.plan import AXES, Plan
 from phalanx.prepare.deterministic import changes_bits
 
 RANKS, WIDE_RANKS, SAMPLES = 4, 8, 8
+SECONDS = 900  # for a walk on a busy machine: of T5 on two cores with ten others that want them it took 250
 
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of model, as its tiny one is. units, layers: degrees of the units of each layer, and of some layers others.
-    policies: what is computed again of each layer. uneven: blocks of two stages. cannot: fields that such a model does
-    not take, each with a plan that is refused for it and what is said then."""
+    """A kind of model, as its tiny one is. units, layers: degrees by unit, alike in all layers and not. policies: what
+    is computed again of each layer. uneven: blocks of two stages. cannot: fields that such a model does not take, each
+    with a plan that is refused for it and what is said then."""
 
     name: str
     blocks: int
@@ -55,9 +56,10 @@ _WALK = (
     "pp=2,dp=2,mb=2,schedule=block-major,zero=2,recompute={policies}", "dp=4,recompute=unit", "dp=4,zero=1",
     "dp=4,zero=3,gather=step", "dp=4,zero=2,zero_degree=2,reduce=step,mb=2", "dp=3,zero=3,mb=2", "tp=4,mb=2", "dp=4",
     "tp=3", "tp=2,dp=2,sequence=yes,save=input,zero=3", "tp=2,dp=2,sequence=yes,overlap=optim_comm_checkpoint",
-    "pp=2,tp=2,mb=2,degrees={units}", "tp=4,degrees=2,overlap=oases", "tp=4,degrees={layers},overlap=default_checkpoint",
-    "tp=4,mb=2,pairs=yes,overlap=halves", "tp=2,dp=2,mb=2,overlap=overlap_checkpoint",
-    "pp=1,dp=2,zero=1,offload=optimizer", "pp=2,dp=2,mb=2,offload=optimizer-step",
+    "pp=2,tp=2,mb=2,degrees={units}", "tp=4,degrees=2,overlap=oases",
+    "tp=4,degrees={layers},overlap=default_checkpoint", "tp=4,mb=2,pairs=yes,overlap=halves",
+    "tp=2,dp=2,mb=2,overlap=overlap_checkpoint", "pp=1,dp=2,zero=1,offload=optimizer",
+    "pp=2,dp=2,mb=2,offload=optimizer-step",
     "pp=2,dp=2,zero=3,mb=2,offload=parameters", "dp=4,offload=activations+parameters:1",
     "pp=2,dp=2,mb=2,offload=activations:1+optimizer:0.4+optimizer-step:0.6,recompute=light",
     "tp=2,dp=2,mb=2,sequence=yes,offload=optimizer:0.4+optimizer-step:0.6", "pp=1,dp=1",
@@ -100,25 +102,25 @@ def same_bits(texts: Iterable[str]) -> list[str]:
 
 
 def random_walk(kind: Kind, seed: int, length: int) -> list[str]:
-    """Plans that no walk has, of any of its meshes and any of its values that go together."""
-    chance = random.Random(seed)
-    known = [planned(text, kind) for text in walk(kind)]
+    """Plans that no walk has but for the first, of any of its meshes and any of its values that go together; whether
+    they go with the model's own graph is found where they are made."""
+    chance, written = random.Random(seed), walk(kind)
+    known = [planned(text, kind) for text in written]
     values = {each.name: {getattr(plan, each.name) for plan in known} - {each.default} for each in fields(Plan)}
     others = {name: sorted(values[name], key=repr) for name in values if name not in AXES and values[name]}
     meshes = sorted({tuple(getattr(plan, axis) for axis in AXES) for plan in known})
-    return [_random_plan(chance, dict(zip(AXES, chance.choice(meshes), strict=True)), others, kind) for _ in range(length)]
+    drawn = (_random_plan(chance, chance.choice(meshes), others, kind) for _ in range(1, length))
+    return [written[0], *drawn]
 
 
-def _random_plan(
-    chance: random.Random, given: dict[str, int], others: Mapping[str, Sequence[object]], kind: Kind
-) -> str:
+def _random_plan(chance: random.Random, mesh: Sequence[int], others: Mapping[str, Sequence[object]], kind: Kind) -> str:
     """Twice through the fields, as some go only with others."""
-    found: dict[str, object] = {**given}
+    given: dict[str, object] = dict(zip(AXES, mesh, strict=True))
     for name in 2 * chance.sample(list(others), len(others)):
-        tried = {**found, name: chance.choice(others[name])}
-        if name not in found and chance.random() < 0.5 and _is_plan(tried, kind):
-            found = tried
-    return write(found)
+        tried = {**given, name: chance.choice(others[name])}
+        if name not in given and chance.random() < 0.3 and _is_plan(tried, kind):
+            given = tried
+    return write(given)
 
 
 def _is_plan(given: Mapping[str, object], kind: Kind) -> bool:
