@@ -307,7 +307,7 @@ class HostedOptimizer:
                 }
 
     def _load(self, slot: str, name: str, whole: Tensor) -> None:
-        """Into the parts of a parameter, whichever optimizers update them."""
+        """Into the parts of a parameter, whichever optimizers update them: what came from others can be read once."""
         for each in self._of_name[name]:
             own = whole if whole.dim() == 0 else each.of(whole)
             self._core_of[each.key].inner.state[self._weights[each.key].exact][slot] = own.clone()

@@ -76,6 +76,7 @@ def test_ranks_without_a_place_wait_and_come_back(pool: WorkerPool) -> None:
 def test_not_a_bit_of_the_state_changes_on_the_way(dtype: str, frozen: str, pool: WorkerPool) -> None:
     """Master weights, moments, counters, frozen parameters; into ZeRO, out of it and to the host."""
     plans = ["pp=2,mb=2", "dp=2,zero=1", "tp=2,zero=0", "dp=2,zero=3", "dp=2,zero=1,offload=optimizer"]
+    plans += ["pp=2,mb=2,offload=optimizer:0.4+optimizer-step:0.6"]
     assert pool.run(jobs.bits, GPT2, plans, dtype, frozen, world=2) == [[], []]
 
 
