@@ -289,32 +289,28 @@ class HostedOptimizer:
     def load(
         self, slots: Iterable[tuple[str, str]], read: Callable[[str, str], Tensor], scalars: Mapping[str, Any]
     ) -> None:
-        parts: dict[tuple[str, str], tuple[str, Range]] = {}
         for slot, name in slots:
-            parts |= {(slot, each.key): (name, each) for each in self._of_name.get(name, ())}
-        known: dict[tuple[str, str], Tensor] = {}
-
-        def read_part(slot: str, key: str) -> Tensor:
-            name, own = parts[slot, key]
-            if (slot, name) not in known:
-                known.clear()  # parts of one parameter follow each other
-                known[slot, name] = read(slot, name)
-            whole = known[slot, name]
-            return whole.clone() if whole.dim() == 0 else own.of(whole).clone()
-
+            if name in self._of_name:
+                self._load(slot, name, read(slot, name))
         renamed: dict[str, Any] = {}
         for key, value in scalars.items():
             prefix, slot, name = key.split("/", 2)
             own = [each.key for each in self._of_name.get(name, ())] or [name]
             renamed |= {f"{prefix}/{slot}/{each}": value for each in own}
         for core in self._cores:
-            core.load([own for own in parts if own[1] in core.weights], read_part, renamed)
+            core.load((), read, renamed)
         for part, own in self.ranges.items():
             stays = self._on_host and part not in self._beside
             for state in map(self._state_of, own):
                 state |= {
                     slot: self._settled(value, stays) for slot, value in state.items() if isinstance(value, Tensor)
                 }
+
+    def _load(self, slot: str, name: str, whole: Tensor) -> None:
+        """Into the parts of a parameter, whichever optimizers update them: what came from others can be read once."""
+        for each in self._of_name[name]:
+            own = whole if whole.dim() == 0 else each.of(whole)
+            self._core_of[each.key].inner.state[self._weights[each.key].exact][slot] = own.clone()
 
     def _settled(self, value: Tensor, stays: bool) -> Tensor:
         """Where it lies between steps. Counters of what the device updates by fused kernels lie there. stays: the host

@@ -67,18 +67,24 @@ def planned(of: Case, plan: str, context: RankContext, slot: int | None = None) 
     return complete(plan, world=world, batch_size=SAMPLES, costs=costs, slot=slot).plan
 
 
-def train(context: RankContext, name: str, plans: Sequence[str], steps: int = 1, **options: Any) -> Trained:
-    """So many steps under each plan in turn."""
+def train(
+    context: RankContext, name: str, plans: Sequence[str], steps: int = 1, may_refuse: bool = False, **options: Any
+) -> Trained:
+    """So many steps under each plan in turn; may_refuse: or under the one before, where it is refused."""
     of, slot = case(name), options.get("slot_size")
     member = opened(context, of, plans[0], **options)
-    losses: list[float] = []
-    moved: list[int] = []
+    losses, moved, refused = list[float](), list[int](), list[str]()
     for number, plan in enumerate(plans):
-        if number:
-            member, done = change(member, planned(of, plan, context, slot))
-            moved.append(done.bytes)
+        try:
+            if number:
+                member, done = change(member, planned(of, plan, context, slot))
+                moved.append(done.bytes)
+        except ChangeRefused as error:
+            if not may_refuse:
+                raise
+            refused.append(str(error))
         losses += [step(member, of, number * steps + each) for each in range(steps)]
-    return ended(member, context, losses, moved)
+    return ended(member, context, losses, moved, refused)
 
 
 def step(member: Member, of: Case, number: int) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,12 +20,13 @@ from phalanx.plan.plan import Plan
 from phalanx.prepare.deterministic import changes_bits, fixed_kernels
 from phalanx.training.job import pack
 from phalanx.training.trainer import Trainer, fit_on_rank
-from tests.adapt import jobs
+from tests.adapt import jobs, walks
 from tests.adapt.test_runs import stored
-from tests.captured import GPT2, LLAMA, T5
+from tests.adapt.walks import KINDS
+from tests.captured import GPT2, LLAMA
 from tests.run_helpers import losses, records, short_config, short_run
 
-# Each plan from the beginning on, and all of them one after the other in one run.
+# Each from the beginning on. That a run goes from one to another is in `walks.py`.
 PLANS = (
     "pp=4,schedule=gpipe", "dp=4,zero=1", "pp=2,dp=2,schedule=zb-h1,recompute=light", "dp=4,zero=3,recompute=block",
     "pp=2,schedule=zb-v,dp=2,recompute=unit", "pp=1,dp=2,zero=1,offload=optimizer", "pp=3,offload=activations:1",
@@ -32,7 +34,6 @@ PLANS = (
     "dp=4,zero=1,offload=parameters",
 )  # fmt: skip
 QUICK = ("dp=2,zero=2", "pp=2,dp=1,zero=0,recompute=unit", "dp=2,offload=optimizer-step")
-NAMES = {"GPT-2": GPT2, "Llama": LLAMA, "T5": T5, "BERT": "bert-base-cased"}
 
 
 def require_bits(found: jobs.Trained, expected: jobs.Trained) -> None:
@@ -50,23 +51,29 @@ def alone(name: str, steps: int, dtype: str = "float32", slot: int = 1) -> jobs.
         return train(dtype, slot)(RankContext.alone(), name, ["dp=1"], steps)
 
 
-@pytest.mark.parametrize("name", [
-    "GPT-2", pytest.param("Llama", marks=pytest.mark.long), pytest.param("T5", marks=pytest.mark.long),
-    pytest.param("BERT", marks=pytest.mark.long),
-])  # fmt: skip
-def test_changes_of_plan_leave_every_bit(name: str, pool: WorkerPool) -> None:
-    plans, dtype, world = (QUICK, "float32", 2) if name == "GPT-2" else (PLANS, "float64", 4)
-    expected = alone(NAMES[name], len(plans), dtype)
-    require_bits(pool.run(train(dtype), NAMES[name], plans, world=world)[0], expected)
+def require_same_bits(pool: WorkerPool, name: str, plans: Sequence[str], dtype: str, world: int) -> None:
+    expected = alone(KINDS[name].name, len(plans), dtype)
+    require_bits(pool.run(train(dtype), KINDS[name].name, plans, world=world)[0], expected)
+
+
+def test_changes_of_plan_leave_every_bit(pool: WorkerPool) -> None:
+    require_same_bits(pool, "GPT-2", QUICK, "float32", 2)
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.timeout(walks.SECONDS)
+@pytest.mark.parametrize("name", KINDS)
+def test_every_value_that_leaves_the_bits_comes_and_goes(name: str, pool: WorkerPool) -> None:
+    require_same_bits(pool, name, walks.same_bits(walks.walk(KINDS[name])), "float64", walks.RANKS)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", KINDS)
 def test_every_plan_has_the_same_bits_from_the_beginning_on(name: str, pool: WorkerPool) -> None:
     dtype = "float32" if name == "GPT-2" else "float64"
-    expected = alone(NAMES[name], 2, dtype)
+    expected = alone(KINDS[name].name, 2, dtype)
     for plan in (*PLANS, "dp=2", "dp=4,zero=3,gather=step"):
-        require_bits(pool.run(train(dtype), NAMES[name], [plan], 2, world=4)[0], expected)
+        require_bits(pool.run(train(dtype), KINDS[name].name, [plan], 2, world=4)[0], expected)
 
 
 @pytest.mark.long
@@ -85,10 +92,10 @@ TENSOR_PLANS = (
 @pytest.mark.parametrize("name", ["GPT-2", pytest.param("Llama", marks=pytest.mark.long)])
 def test_every_plan_of_one_tensor_degree_has_the_same_bits(name: str, pool: WorkerPool) -> None:
     """Each from the beginning on, and all of them one after the other."""
-    expected = pool.run(train("float64"), NAMES[name], ["tp=2"], len(TENSOR_PLANS), world=2)[0]
+    expected = pool.run(train("float64"), KINDS[name].name, ["tp=2"], len(TENSOR_PLANS), world=2)[0]
     for plan in TENSOR_PLANS:
-        require_bits(pool.run(train("float64"), NAMES[name], [plan], len(TENSOR_PLANS), world=4)[0], expected)
-    require_bits(pool.run(train("float64"), NAMES[name], TENSOR_PLANS, world=4)[0], expected)
+        require_bits(pool.run(train("float64"), KINDS[name].name, [plan], len(TENSOR_PLANS), world=4)[0], expected)
+    require_bits(pool.run(train("float64"), KINDS[name].name, TENSOR_PLANS, world=4)[0], expected)
 
 
 def test_exact_sums_are_those_of_the_model(pool: WorkerPool) -> None:

@@ -118,7 +118,12 @@ def test_state_is_taken_up_with_and_without(before: str, after: str) -> None:
     saved, scalars = {shard.name: data.clone() for shard, data in first.shards()}, first.scalars()[0]
     slots = [tuple(key.split("/", 2)[1:]) for key in saved if key.startswith("optimizer/")]
 
+    taken: set[tuple[str, str]] = set()
+
     def read(slot: str, name: str) -> Tensor:
+        """What came from other ranks is there once."""
+        assert (slot, name) not in taken
+        taken.add((slot, name))
         found = saved[f"optimizer/{slot}/{name}"]
         return found.reshape(()) if found.numel() == 1 else found.view(second.parameters.weights[name].exact.shape)
 
