@@ -29,7 +29,7 @@ from phalanx.session import change as change_module
 from phalanx.session.restoring import lost_with_mirrors
 from phalanx.training.trainer import fit_on_rank
 from tests.run_helpers import records
-from tests.survive.runs import fit, losses_of_ranks, require_same_run, stored
+from tests.survive.runs import Strike, fit, in_phase, losses_of_ranks, require_same_run, stored
 
 LEFT = "the ranks that were left"
 NUM_PORTIONS = 7  # of the model, with a bucket in each
@@ -156,6 +156,17 @@ CASES: dict[str, tuple[tuple[str, str], Dies, OnLoss]] = {
 def test_whenever_one_is_lost_that_others_hold_all_of(name: str, pool: WorkerPool, tmp_path: Path, alone: Path) -> None:
     loss = lost(pool, tmp_path, *CASES[name])
     assert (loss["step"], loss["source"], loss["repeated"]) == (4, LEFT, 0)
+    require_same_run(tmp_path, alone)
+
+
+@pytest.mark.long
+def test_another_is_lost_while_what_is_left_is_put_together(pool: WorkerPool, tmp_path: Path, alone: Path) -> None:
+    """What ranks 1 and 2 have then is mixed as it was: the first recovery let go of nothing."""
+    strike, how = Strike(0, in_phase("recover")), partial(dies, how=Dies(3, at=3, deaf=1))
+    plans = {"plan": REPLICAS[0], "plan_at": f"4:{REPLICAS[1]}"}
+    fit(pool, tmp_path, 4, "replace", strikes=[strike], target=how, **plans)
+    found = [(loss["step"], loss["source"], loss["repeated"]) for loss in losses_of_ranks(tmp_path)]
+    assert found in ([(4, LEFT, 0)], [(4, LEFT, 0)] * 2)
     require_same_run(tmp_path, alone)
 
 
