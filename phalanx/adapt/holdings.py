@@ -71,8 +71,8 @@ class Moving:
     old: dict[str, Tensor]
     optimizer: dict[str, Any]
     loss_scale: dict[str, float] | None
-    new: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
     mirroring: Mirroring | None = None
+    new: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
 
     @property
     def parts(self) -> list[Part]:
@@ -99,8 +99,8 @@ class Moving:
 
     def _sides(self) -> Iterator[tuple[StateLayout, frozenset[str], list[Filled]]]:
         sides = ((self.layout, self.migration.old, self.old), (self.to, self.migration.new, self.new))
-        for layout, before, data in sides:
-            filled = [(shard, data[shard.name]) for shard in before.get(self.rank, ()) if shard.name in data]
+        for layout, given, data in sides:
+            filled = [(shard, data[shard.name]) for shard in given.get(self.rank, ()) if shard.name in data]
             if filled:
                 yield layout, frozenset(parameter_of(shard.name) for shard, _ in filled), filled
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from phalanx.adapt.holdings import Moving, Part
+from phalanx.adapt.holdings import Moving, Part, Place
 from phalanx.adapt.migrate import updated_by
 from phalanx.engine.mirroring import Mirroring
 from phalanx.engine.step import Outcome, Step
@@ -18,6 +18,7 @@ from phalanx.params.layout_of import StateLayout
 from phalanx.params.matrix_wise import MatrixWise
 from phalanx.params.mirrored import Mirrored
 from phalanx.params.rank_state import Filled, State
+from phalanx.plan import fields
 from phalanx.plan.plan import Plan
 from phalanx.session.session import Session
 from phalanx.session.spare import Member
@@ -105,8 +106,12 @@ class Word:
 
     @property
     def plan(self) -> str:
-        """ "" if it holds none."""
+        """Of the first of its parts; empty if it holds none."""
         return self.parts[0][0] if self.parts else ""
+
+    def place(self, mirror: PartTold | None) -> Place:
+        """mirror: what it says that it mirrors."""
+        return Place(tuple(_part(*told) for told in self.parts), None if mirror is None else _part(*mirror))
 
 
 def hold(member: Member, at: int) -> Held | None:
@@ -140,6 +145,15 @@ def _hold_changing(member: Member, left: State | Moving, at: int) -> Held | None
     held.mirroring = left.mirroring if isinstance(left, Moving) else None
     left.abandon()
     return held if held.parts else None
+
+
+def part_told(part: Part) -> PartTold:
+    return part.plan.full_text, part.rank, None if part.names is None else sorted(part.names)
+
+
+def _part(plan: str, rank: int, names: list[str] | None) -> Part:
+    """As it was told."""
+    return Part(Plan(**fields.read(plan)), rank, None if names is None else frozenset(names))
 
 
 def newest_step(words: Sequence[Word]) -> int:

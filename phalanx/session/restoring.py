@@ -23,9 +23,9 @@ from phalanx.params.layout_of import SlotsOf, StateLayout
 from phalanx.params.mirrored import Mirrored
 from phalanx.params.rank_state import State
 from phalanx.plan.plan import Plan
-from phalanx.session.change import homes, made, same_place
 from phalanx.session.held import Held
 from phalanx.session.mirror import Copy, layout_of_copies
+from phalanx.session.placing import homes, made, same_place
 from phalanx.session.session import Opening, Session
 from phalanx.session.spare import Member, Spare
 from phalanx.state.layout import Layout, StateShard

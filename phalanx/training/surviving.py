@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from phalanx.adapt.holdings import Part, Place
+from phalanx.adapt.holdings import Part
 from phalanx.adapt.migrate import ChangeRefused
 from phalanx.comm import nccl
 from phalanx.comm.abandoned import let_go_of_ended
@@ -34,7 +34,7 @@ from phalanx.planning.fewer import Order
 from phalanx.prepare.deterministic import changes_bits
 from phalanx.records import read_record
 from phalanx.session.beforehand import prepared
-from phalanx.session.held import Held, PartTold, Word, hold, newest_step, sums_of
+from phalanx.session.held import Held, Word, hold, newest_step, part_told, sums_of
 from phalanx.session.restoring import Restoring, lost_with_mirrors, together
 from phalanx.session.session import Opening, Session
 from phalanx.state.snapshot import Snapshot
@@ -69,7 +69,7 @@ class SurvivingRank(RankGoingBack):
     @property
     def whole_plan(self) -> Plan:
         """That of all ranks, of which those for fewer are made."""
-        return _plan(self.changes.whole)
+        return Plan(**fields.read(self.changes.whole))
 
     def is_survivable(self, error: PhalanxError) -> bool:
         """Whether it comes from other ranks, and not from this one."""
@@ -191,7 +191,7 @@ class SurvivingRank(RankGoingBack):
             reported = self.snapshot.step if survived else -1
             return Word(survived, reported=reported, saving=saving, copies=copies, damaged=damaged)
         return Word(
-            survived, [_told(part) for part in held.parts], held.step, held.stepping is not None, held.sums,
+            survived, [part_told(part) for part in held.parts], held.step, held.stepping is not None, held.sums,
             self.snapshot.step, saving, copies, damaged,
         )  # fmt: skip
 
@@ -206,7 +206,7 @@ class SurvivingRank(RankGoingBack):
             said["damaged"] = held.take_mirror()
             said["optimizer"], said["loss_scale"] = held.state.scalars()
             if held.mirrored is not None:
-                said["mirrors"] = [held.plan.full_text, held.mirrored.rank]
+                said["mirrors"] = part_told(Part(held.plan, held.mirrored.rank))
                 said["optimizer"] = held.mirrored.scalars() | said["optimizer"]
             said["outcome"] = held.outcome.values.tolist() if held.outcome is not None else None
         if context.rank == _best(words):
@@ -232,7 +232,7 @@ class SurvivingRank(RankGoingBack):
         self.run = dataclasses.replace(self.run, batches=self.run.lengths[period.seq_len])
         config = self.opening.config.override(batch_size=period.batch_size)
         opening = dataclasses.replace(self.opening, context=context, config=config)
-        order, was = Order(**told[first]["order"]), _plan(words[first].plan or told[first]["whole"])
+        order, was = Order(**told[first]["order"]), Plan(**fields.read(words[first].plan or told[first]["whole"]))
         refused: PhalanxError = PlanError("none was found")
         self._refused = []
         for text in order.plans:
@@ -274,7 +274,7 @@ class SurvivingRank(RankGoingBack):
         """The session in its new place, and where its state came from."""
         newest, before = newest_step(words), max(word.reported for word in words)
         places = {
-            rank: _place(word, own["mirrors"])
+            rank: word.place(own["mirrors"])
             for rank, (word, own) in enumerate(zip(words, told, strict=True))
             if own["holds"]
         }
@@ -326,24 +326,6 @@ def _wait_for(context: RankContext, keys: Sequence[str]) -> None:
 def _best(words: Sequence[Word]) -> int:
     """Of the ranks that are left, the first of those that have told of most steps."""
     return max(range(len(words)), key=lambda rank: (words[rank].survived, words[rank].reported, -rank))
-
-
-def _plan(text: str) -> Plan:
-    return Plan(**fields.read(text))
-
-
-def _told(part: Part) -> PartTold:
-    return part.plan.full_text, part.rank, None if part.names is None else sorted(part.names)
-
-
-def _part(text: str, rank: int, names: list[str] | None = None) -> Part:
-    """As it was told."""
-    return Part(_plan(text), rank, None if names is None else frozenset(names))
-
-
-def _place(word: Word, mirror: tuple[str, int] | None) -> Place:
-    """What a rank says that it holds."""
-    return Place(tuple(_part(*told) for told in word.parts), None if mirror is None else _part(*mirror))
 
 
 def _said(group: Group, word: Word) -> list[Word]:

@@ -163,8 +163,8 @@ def test_whenever_one_is_lost_that_others_hold_all_of(name: str, pool: WorkerPoo
 def test_another_is_lost_while_what_is_left_is_put_together(pool: WorkerPool, tmp_path: Path, alone: Path) -> None:
     """What ranks 1 and 2 have then is mixed as it was: the first recovery let go of nothing."""
     strike, how = Strike(0, in_phase("recover")), partial(dies, how=Dies(3, at=3, deaf=1))
-    plans = {"plan": REPLICAS[0], "plan_at": f"4:{REPLICAS[1]}"}
-    fit(pool, tmp_path, 4, "replace", strikes=[strike], target=how, **plans)
+    before, after = REPLICAS
+    fit(pool, tmp_path, 4, "replace", strikes=[strike], target=how, plan=before, plan_at=f"4:{after}")
     found = [(loss["step"], loss["source"], loss["repeated"]) for loss in losses_of_ranks(tmp_path)]
     assert found in ([(4, LEFT, 0)], [(4, LEFT, 0)] * 2)
     require_same_run(tmp_path, alone)
@@ -172,8 +172,8 @@ def test_another_is_lost_while_what_is_left_is_put_together(pool: WorkerPool, tm
 
 @pytest.mark.long
 def test_not_a_bit_of_masters_and_moments_is_another(pool: WorkerPool, tmp_path: Path) -> None:
-    options = {"dtype": "bfloat16", "plan": REPLICAS[0], "plan_at": f"4:{REPLICAS[1]}"}
-    fit(pool, tmp_path / "whole", 4, "replace", **options)
+    before, after = REPLICAS
+    fit(pool, tmp_path / "whole", 4, "replace", dtype="bfloat16", plan=before, plan_at=f"4:{after}")
     assert lost(pool, tmp_path / "struck", REPLICAS, Dies(3, at=2, deaf=2), dtype="bfloat16")["source"] == LEFT
     found, expected = stored(tmp_path / "struck"), stored(tmp_path / "whole")
     assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in expected)
