@@ -2,7 +2,8 @@
 
 Portion by portion: all ranks make room, exchange, compare checksums, agree that all is well, and only then let go of
 what the portion was made of, so that no rank ever holds much more than the larger of its two states. If something is
-wrong on any rank, all of them move back what had already moved and have what they had.
+wrong on any rank, all of them move back what had already moved and have what they had. If a rank is lost meanwhile, the
+others have every portion in the old layout or in the new one, or in both (`holdings.py`).
 """
 
 from __future__ import annotations
@@ -102,12 +103,10 @@ class Arrived:
         return self._data.pop(name)
 
 
-def slots_now(
-    layout: StateLayout, rank: int | None, held: Iterable[StateShard], group: Group, mirrored: Iterable[str] = ()
-) -> SlotsOf:
+def slots_now(layout: StateLayout, updated: Iterable[str], held: Iterable[StateShard], group: Group) -> SlotsOf:
     """What the optimizer keeps by now of each parameter, on whatever rank. Before a first update that is nothing; and
-    some optimizers are not known well enough to be foreseen. Only then do ranks tell each other. mirrored: parameters
-    of another rank of which some is held, too."""
+    some optimizers are not known well enough to be foreseen. Only then do ranks tell each other. updated: the
+    parameters of which it has state here, once there is any."""
     shapes = {each.name: each.shape for each in layout.facts.parameters}
     found: list[tuple[str, KeptSlot]] = []
     for shard in held:
@@ -115,15 +114,17 @@ def slots_now(
         if kind == "optimizer":
             name = parameter_of(shard.name)
             found.append((name, (slot, shard.dtype, None if shard.shape == shapes[name] else shard.shape)))
-    return slots_told(layout, group.texts(slots_word(layout, rank, found, mirrored)))
+    return slots_told(layout, group.texts(slots_word(layout, updated, found)))
 
 
-def slots_word(
-    layout: StateLayout, rank: int | None, held: Iterable[tuple[str, KeptSlot]], mirrored: Iterable[str] = ()
-) -> str:
+def updated_by(layout: StateLayout, rank: int | None) -> list[str]:
+    """The parameters that a rank updates; none where it has no place."""
+    return [kept.facts.name for kept in layout.updated(rank)] if rank is not None else []
+
+
+def slots_word(layout: StateLayout, updated: Iterable[str], held: Iterable[tuple[str, KeptSlot]]) -> str:
     """What this rank says of its optimizer's slots: nothing where it keeps what is foreseen."""
-    own = [kept.facts.name for kept in layout.updated(rank)] if rank is not None else []
-    found: dict[str, list[KeptSlot]] = {name: [] for name in (*own, *mirrored)}
+    found: dict[str, list[KeptSlot]] = {name: [] for name in updated}
     for name, slot in held:
         found[name].append(slot)
     foreseen = layout.facts.slots is not None
@@ -147,54 +148,50 @@ def _expected(layout: StateLayout, name: str) -> list[KeptSlot]:
 
 
 def migrate(
-    migration: Migration, held: dict[str, Tensor], *, rank: int, group: Group, device: torch.device, home: Home
-) -> Arrived:
-    """What this rank has in the new layout. held: what it has in the old one, which it loses. group: all ranks of the
-    job, which all call this. home: in the new layout.
+    migration: Migration, old: dict[str, Tensor], new: dict[str, Tensor], *, rank: int, group: Group,
+    device: torch.device, home: Home,
+) -> None:  # fmt: skip
+    """Takes what this rank has out of `old` and puts what it gets into `new`, portion by portion: at any time what
+    stands in either is all there, and what `old` has lost all ranks have. group: all ranks of the job, which all call
+    this. home: in the new layout.
 
-    Raises `MovedBack`, with what this rank had, where the change was not made; `StateLost` where that failed, too.
+    Raises `ChangeRefused` where the change was not made: then all is in `old` again. Raises `StateLost` where that
+    failed, too.
     """
-    homes = {name: data.device for name, data in held.items()}
+    homes = {name: data.device for name, data in old.items()}
     stream = _Stream(rank, group, device)
     try:
-        arrived = stream.run(migration, held, home)
+        stream.run(migration, old, new, home)
     except ChangeRefused as refused:
         back = migration.back(stream.dropped)
         try:
-            held |= _Stream(rank, group, device).run(back, stream.arrived, homes.__getitem__)
+            _Stream(rank, group, device).run(back, new, old, homes.__getitem__)
         except ChangeRefused as again:
             raise StateLost(
                 f"a change of plan failed halfway and could not be taken back: {refused.message}; then {again.message}"
             ) from None
-        raise MovedBack(refused, Arrived(migration.old.get(rank, ()), held)) from refused
-    return Arrived(migration.new.get(rank, ()), arrived)
+        raise
 
 
 def gather(
     migration: Migration, held: dict[str, Tensor], *, rank: int, group: Group, device: torch.device, home: Home
 ) -> dict[str, Tensor]:
-    """The same, with everything that this rank has still there afterwards, whatever becomes of the others meanwhile."""
-    return _Stream(rank, group, device).run(migration, dict(held), home)
-
-
-class MovedBack(Exception):
-    """Why a change was not made, and the state as it was before."""
-
-    def __init__(self, refused: ChangeRefused, state: Arrived) -> None:
-        super().__init__(str(refused))
-        self.refused, self.state = refused, state
+    """What this rank gets, with everything that it has still there afterwards, whatever becomes of the others
+    meanwhile."""
+    found: dict[str, Tensor] = {}
+    _Stream(rank, group, device).run(migration, dict(held), found, home)
+    return found
 
 
 class _Stream:
-    """`arrived` is what came so far, `dropped` the portions whose old state is gone."""
+    """`dropped` are the portions whose old state is gone."""
 
     def __init__(self, rank: int, group: Group, device: torch.device) -> None:
         self._rank, self._group, self._staging = rank, group, Staging(device)
-        self.arrived: dict[str, Tensor] = {}
         self.dropped: list[Portion] = []
 
-    def run(self, migration: Migration, held: dict[str, Tensor], home: Home) -> dict[str, Tensor]:
-        """Takes what it moves out of `held`."""
+    def run(self, migration: Migration, held: dict[str, Tensor], arrived: dict[str, Tensor], home: Home) -> None:
+        """Out of `held` goes a portion when all ranks have it; to `arrived` it comes when it is all here, and sound."""
         old, new = (
             {shard.name: shard for shard in layout.get(self._rank, ())} for layout in (migration.old, migration.new)
         )
@@ -217,9 +214,9 @@ class _Stream:
                     held.pop(name, None)
             if portion is None:
                 break
-            self.arrived |= room
-            problem, before = self._move(portion, own, held), portion
-        return self.arrived
+            problem, before = self._move(portion, own, held, room), portion
+            if problem is None:
+                arrived |= room
 
     def _room(
         self, portion: Portion, old: dict[str, StateShard], new: dict[str, StateShard], held: dict[str, Tensor],
@@ -240,14 +237,16 @@ class _Stream:
                 found[name] = torch.empty(new[name].numel, dtype=getattr(torch, new[name].dtype), device=home(name))
         return found
 
-    def _move(self, portion: Portion, rounds: Iterable[Round], held: dict[str, Tensor]) -> str | None:
+    def _move(
+        self, portion: Portion, rounds: Iterable[Round], held: dict[str, Tensor], room: dict[str, Tensor]
+    ) -> str | None:
         for move in portion.local:
-            if move.destination == self._rank and self.arrived[move.name] is not held[move.name]:
+            if move.destination == self._rank and room[move.name] is not held[move.name]:
                 source = move.taken_from.view(held[move.name], move.box)
-                move.put_to.view(self.arrived[move.name], move.box).copy_(source)
+                move.put_to.view(room[move.name], move.box).copy_(source)
         problems: list[str] = []
         for each in rounds:
-            problems += exchange(each, held, self.arrived, self._group, self._staging)
+            problems += exchange(each, held, room, self._group, self._staging)
         return "; ".join(problems[:3]) or None
 
 

@@ -10,42 +10,42 @@ import contextlib
 import gc
 import json
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor
 
+from phalanx.adapt.holdings import Moving
 from phalanx.adapt.migrate import (
     Arrived,
-    Home,
-    MovedBack,
-    StateLost,
+    ChangeRefused,
     agree,
-    first_line,
     migrate,
     problem_text,
     refusing,
     require_none,
     slots_told,
     slots_word,
+    updated_by,
 )
-from phalanx.adapt.portions import Migration, gathered, parameter_of, plan_migration
+from phalanx.adapt.portions import Migration, gathered, plan_migration
 from phalanx.comm.links import Group, Links
 from phalanx.config import RunConfig
 from phalanx.engine.compiled import Compiled
 from phalanx.engine.layout import ProcessGroups
-from phalanx.errors import LinkError, PhalanxError
+from phalanx.errors import PhalanxError
 from phalanx.params.buckets import Read
-from phalanx.params.flat import Piece
 from phalanx.params.layout_of import SlotsOf, StateLayout
+from phalanx.params.matrix_wise import MatrixWise
 from phalanx.params.rank_state import State
 from phalanx.plan.plan import Plan
 from phalanx.records import read_record
 from phalanx.session.beforehand import Connected, connected_on_all, locally_prepared
+from phalanx.session.placing import homes, made, same_place
 from phalanx.session.session import Look, Opening, Session
 from phalanx.session.spare import Member, Spare
+from phalanx.state.layout import Layout
 
 
 @dataclass
@@ -142,7 +142,8 @@ def _word(
     if problem is not None:
         return _Word(problem_text(problem))
     rank = opening.context.rank if isinstance(member, Session) else None
-    slots = slots_word(member.state.layout, rank, member.state.kept_slots())
+    layout = member.state.layout
+    slots = slots_word(layout, updated_by(layout, rank), member.state.kept_slots())
     return _Word("", connected, _stays(member, compiled), slots, *member.state.scalars())
 
 
@@ -184,41 +185,47 @@ def _stays(member: Member, compiled: Compiled | None) -> bool:
     return same_homes and same_place(member.state.layout, compiled.rank, compiled.formation.state, compiled.rank)
 
 
-def same_place(old: StateLayout, was: int, new: StateLayout, now: int) -> bool:
-    """Whether a rank keeps the same in the same way under two plans. was, now: its number."""
-    return (
-        old.facts == new.facts
-        and old.buckets(was) == new.buckets(now)
-        and old.sharding(was) == new.sharding(now)
-        and list(old.kept(was)) == list(new.kept(now))
-        and old.plan.steps_on_host == new.plan.steps_on_host
-    )
-
-
 def _moved(
     member: Member, compiled: Compiled | None, layout: StateLayout, connected: ProcessGroups | None, group: Group,
     opening: Opening, done: Change, words: Sequence[_Word],
 ) -> State | None:  # fmt: skip
-    """The state of this rank under the new plan; the old one is gone."""
+    """The state of this rank under the new plan; the old one is gone. Where links break, `left` of the member is what
+    there is of both."""
     rank, was, old = opening.context.rank, member if isinstance(member, Session) else None, member.state.layout
     optimizer, loss_scale = _merged([word.optimizer for word in words]), words[0].loss_scale
     slots = slots_told(old, [word.slots for word in words])
     migration = _planned(opening, old, layout, slots, group)
+    mirroring, is_by_elements = was.step.mirroring if was is not None else None, _is_by_elements(member)
     held = {shard.name: data for shard, data in was.give_up_state()} if was is not None else {}
+    moving = Moving(rank, old, layout, migration, held, optimizer, loss_scale, mirroring)
+    member.left = moving if is_by_elements else None
     done.bytes = migration.bytes_sent + gathered(layout).total()
     if opening.device.type == "cuda":
         gc.collect()  # what holds a session together refers to each other
 
+    def finished(compiled: Compiled, side: Layout, data: dict[str, Tensor], zero: Group) -> State:
+        member.left = made(opening, compiled, Arrived(side.get(rank, ()), data), optimizer, loss_scale)
+        member.left.parameters.collect(zero)
+        return member.left
+
     try:
         home = homes(opening, compiled)
-        arrived = migrate(migration, held, rank=rank, group=group, device=opening.device, home=home)
-    except MovedBack as back:
+        migrate(migration, moving.old, moving.new, rank=rank, group=group, device=opening.device, home=home)
+    except ChangeRefused:
         if was is not None:
-            was.put_back(made(opening, was.compiled, back.state, optimizer, loss_scale, was.connected.gather))
-        raise back.refused from None
+            was.put_back(finished(was.compiled, migration.old, moving.old, was.connected.gather))
+        member.left = None
+        raise
     if compiled is None or connected is None:
         return None
-    return made(opening, compiled, arrived, optimizer, loss_scale, connected.gather)
+    return finished(compiled, migration.new, moving.new, connected.gather)
+
+
+def _is_by_elements(member: Member) -> bool:
+    """Whether what a rank has of the state is all in what plans lay out: not so where matrices are updated whole."""
+    if isinstance(member, Session):
+        return not isinstance(member.state.optimizer.inner, MatrixWise)
+    return member.state.layout.facts.slots is not None
 
 
 def _planned(opening: Opening, old: StateLayout, new: StateLayout, slots: SlotsOf, group: Group) -> Migration:
@@ -233,24 +240,6 @@ def _planned(opening: Opening, old: StateLayout, new: StateLayout, slots: SlotsO
     agree(group, problem)
     assert migration is not None
     return migration
-
-
-def homes(opening: Opening, compiled: Compiled | None) -> Home:
-    """Where the tensors of a rank's state are to lie."""
-    hosted = _named(compiled, compiled.hosted()) if compiled is not None else set[str]()
-    fetched = _named(compiled, compiled.fetched()) if compiled is not None else set[str]()
-
-    def home(name: str) -> torch.device:
-        is_hosted = parameter_of(name) in (fetched if name.startswith("model/") else hosted)
-        return torch.device("cpu") if is_hosted else opening.device
-
-    return home
-
-
-def _named(compiled: Compiled, buckets: Iterable[int]) -> set[str]:
-    """The parameters of some buckets."""
-    facts = compiled.formation.facts
-    return {each.name for bucket in buckets for each in facts.buckets.get(bucket, ())}
 
 
 def everyones(
@@ -279,26 +268,3 @@ def migration_of(opening: Opening, old: StateLayout, new: StateLayout, slots: Sl
     if foreseen:
         opening.migrations[pair] = found
     return found
-
-
-def made(
-    opening: Opening, compiled: Compiled, arrived: Arrived, optimizer: dict[str, Any],
-    loss_scale: dict[str, float] | None, zero: Group,
-) -> State:  # fmt: skip
-    """Of what it is made, nothing is left: where it cannot be, this rank ends."""
-
-    def read(name: str, is_master: bool, piece: Piece) -> Tensor:
-        return piece.read(arrived, f"{'master' if is_master else 'model'}/{name}")
-
-    try:
-        state = opening.state(compiled, read, only_shards=True)
-        state.parameters.collect(zero)
-        state.restore(arrived, optimizer, loss_scale)
-    except LinkError:
-        raise
-    except Exception as error:
-        if opening.config.on_loss != "stop" and opening.context.membership is not None:
-            raise  # to the others this rank is lost like one that crashed, and they go on; what is refused ends all
-        what = f"what had moved cannot be put in place under plan {compiled.plan.shown}"
-        raise StateLost(f"{what}: {first_line(error)}") from error
-    return state

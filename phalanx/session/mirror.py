@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from phalanx.adapt.migrate import gather, slots_now
+from phalanx.adapt.migrate import gather, slots_now, updated_by
 from phalanx.adapt.mirrors import beside, lone_parameters, mirrored
 from phalanx.adapt.portions import Migration, plan_migration
 from phalanx.engine.mirroring import Mirroring
@@ -135,7 +135,8 @@ class Mirror:
         layout, rank = member.state.layout, opening.context.rank
         has_place = isinstance(member, Session)
         filled = list(member.state.shards()) if has_place else []
-        slots = slots_now(layout, rank if has_place else None, [shard for shard, _ in filled], group)
+        updated = updated_by(layout, rank if has_place else None)
+        slots = slots_now(layout, updated, [shard for shard, _ in filled], group)
         migration = self._migration(layout, slots)
         held = {shard.name: data for shard, data in filled}
         arrived = gather(

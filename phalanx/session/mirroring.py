@@ -6,7 +6,7 @@ import json
 
 import torch
 
-from phalanx.adapt.migrate import Arrived, gather, slots_now
+from phalanx.adapt.migrate import Arrived, gather, slots_now, updated_by
 from phalanx.adapt.mirrors import lone_parameters, lone_state, mirror_of
 from phalanx.adapt.portions import plan_migration
 from phalanx.comm.links import Links
@@ -32,7 +32,8 @@ def begin_mirroring(member: Member, step: int, on_trial: bool) -> tuple[Mirrorin
     nodes = [int(text) for text in group.texts(str(opening.context.node))]
     mirrors, names = mirror_of(nodes[: layout.plan.world]), lone_parameters(layout)
     filled = list(member.state.shards())
-    slots = slots_now(layout, rank if has_place else None, [shard for shard, _ in filled], group)
+    updated = updated_by(layout, rank if has_place else None)
+    slots = slots_now(layout, updated, [shard for shard, _ in filled], group)
     held = {shard.name: data for shard, data in filled}
     scalars, _ = everyones(group, *member.state.scalars())
     after = {mirrors[own]: lone_state(layout, own, names[own], slots) for own in mirrors}

@@ -6,14 +6,14 @@ was until its new state is complete, so that losing another rank meanwhile loses
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from phalanx.adapt.migrate import Arrived, gather, slots_now
+from phalanx.adapt.holdings import Part, Place, joined, present
+from phalanx.adapt.migrate import Arrived, gather, slots_now, updated_by
 from phalanx.adapt.mirrors import beside, lone_parameters, lone_state, missing, stays
 from phalanx.adapt.portions import plan_migration
 from phalanx.comm.links import Group, Links
@@ -21,23 +21,14 @@ from phalanx.engine.compiled import Compiled
 from phalanx.engine.layout import ProcessGroups
 from phalanx.params.layout_of import SlotsOf, StateLayout
 from phalanx.params.mirrored import Mirrored
-from phalanx.params.rank_state import Filled, State
+from phalanx.params.rank_state import State
 from phalanx.plan.plan import Plan
-from phalanx.session.change import homes, made, same_place
 from phalanx.session.held import Held
 from phalanx.session.mirror import Copy, layout_of_copies
+from phalanx.session.placing import homes, made, same_place
 from phalanx.session.session import Opening, Session
 from phalanx.session.spare import Member, Spare
 from phalanx.state.layout import Layout, StateShard
-
-
-@dataclass(frozen=True)
-class Place:
-    """Whose state a rank holds: of a plan, as a rank of it. mirrors: another rank of it whose state it has besides."""
-
-    plan: Plan
-    rank: int
-    mirrors: int | None = None
 
 
 @dataclass(frozen=True)
@@ -69,39 +60,48 @@ class Restoring:
         of this generation, those that hold what is to be gone on from; held: where this rank is one of them."""
         if not places:
             return [each.name for each in self.layout.facts.parameters]
-        layouts = {place.plan: self._layout_of(place.plan, held) for place in places.values()}
-        filled = list(held.state.shards()) if held is not None else []
-        kept = self._kept(places, held)
-        own = layouts[held.plan] if held is not None else self.layout
-        mirrored = list(kept.shards()) if kept is not None else []
-        slots = slots_now(
-            own, held.rank if held else None, _once(shard for shard, _ in (*filled, *mirrored)), self._group,
-            kept.updated if kept is not None else (),
-        )  # fmt: skip
-        before: Layout = {rank: layouts[place.plan].state(place.rank, slots) for rank, place in places.items()}
-        data = {shard.name: data for shard, data in filled}
-        for rank, place, lost in _mirrored(places):
-            more = _lone_besides(layouts[place.plan], lost, slots, before[rank])
-            before[rank] = beside(before[rank], more)
-            self.mirrors += [f"of rank {lost} from the mirror on rank {place.rank}"] if more else []
-            if rank == self._rank:
-                data |= _joined(data, mirrored, {shard.name for shard in more})
+        layouts = {plan: self._layout_of(plan, held) for place in places.values() for plan in place.plans}
+        kept = held.mirrored if held is not None and _lost_of_mirror(self._rank, places) else None
+        filled = [*(held.filled() if held is not None else []), *([list(kept.shards())] if kept is not None else [])]
+        slots = self._slots(held, kept, [shard for own in filled for shard, _ in own])
+        before: dict[int, tuple[StateShard, ...]] = {}
+        data: dict[str, Tensor] = {}
+        for rank in places:
+            before[rank] = ()
+            for number, shards in enumerate(self._held_by(rank, places, layouts, slots)):
+                more = _besides(shards, before[rank])
+                before[rank] = beside(before[rank], more)
+                if rank == self._rank:
+                    data |= joined(data, filled[number], {shard.name for shard in more})
         return self._from(before, data, slots, held, scalars)
 
-    def _kept(self, places: Mapping[int, Place], held: Held | None) -> Mirrored | None:
-        """What this rank mirrors, if that was lost."""
-        is_needed = any(rank == self._rank for rank, _, _ in _mirrored(places))
-        return held.mirrored if held is not None and is_needed else None
+    def _held_by(
+        self, rank: int, places: Mapping[int, Place], layouts: Mapping[Plan, StateLayout], slots: SlotsOf
+    ) -> Iterator[Iterable[StateShard]]:
+        """Part by part; at last what it mirrors, where the rank that had it is lost."""
+        for part in places[rank].parts:
+            yield part.shards(layouts[part.plan], slots)
+        if (lost := _lost_of_mirror(rank, places)) is not None:
+            layout = layouts[lost.plan]
+            shards = lone_state(layout, lost.rank, lone_parameters(layout)[lost.rank], slots)
+            self.mirrors += [f"of rank {lost.rank} from the mirror on rank {places[rank].rank}"] if shards else []
+            yield shards
+
+    def _slots(self, held: Held | None, kept: Mirrored | None, shards: Iterable[StateShard]) -> SlotsOf:
+        """What optimizers keep by now. kept: what is mirrored here and needed."""
+        layout = held.state.layout if held is not None else self.layout
+        updated = [*(held.updated if held is not None else ()), *(kept.updated if kept is not None else ())]
+        return slots_now(layout, updated, _once(shards), self._group)
 
     def from_copies(
-        self, places: Mapping[int, Place], copy: Copy | None, plan: Plan, scalars: Scalars
+        self, places: Mapping[int, int], copy: Copy | None, plan: Plan, scalars: Scalars
     ) -> State | list[str] | None:  # fmt: skip
-        """The same, of what ranks of a plan copied after a step. copy: this rank's."""
+        """The same, of what ranks of a plan copied after a step. places: whose copy each has; copy: this rank's."""
         layout = self._layout_of(plan)
         own, rank = (copy.own, copy.rank) if copy is not None and copy.own else ((), None)
-        slots = slots_now(layout, rank, own, self._group)
-        copied = layout_of_copies(layout, {place.rank for place in places.values()}, slots)
-        before: Layout = {rank: copied[place.rank] for rank, place in places.items()}
+        slots = slots_now(layout, updated_by(layout, rank), own, self._group)
+        copied = layout_of_copies(layout, set(places.values()), slots)
+        before: Layout = {rank: copied[own] for rank, own in places.items()}
         data = {name: tensor.clone() for name, tensor in copy.data.items()} if copy is not None else {}
         return self._from(before, data, slots, None, scalars)
 
@@ -122,12 +122,14 @@ class Restoring:
     def _state_of(self, arrived: dict[str, Tensor], after: Layout, held: Held | None, scalars: Scalars) -> State | None:
         if self.compiled is None or self._connected is None:
             return None
-        if held is not None and self._stays(held, self.compiled):
+        if held is not None and isinstance(held.state, State) and self._stays(held, held.state, self.compiled):
             held.state.enter(self.layout, self._rank)
             held.state.parameters.collect_all(self._connected.gather)
             return held.state
         source, optimizer = Arrived(after[self._rank], arrived), dict(scalars.optimizer)
-        return made(self.opening, self.compiled, source, optimizer, scalars.loss_scale, self._connected.gather)
+        state = made(self.opening, self.compiled, source, optimizer, scalars.loss_scale)
+        state.parameters.collect(self._connected.gather)
+        return state
 
     def from_reader(self, read: Callable[..., Tensor]) -> State | None:
         """Of a checkpoint, or the initial values."""
@@ -146,31 +148,22 @@ class Restoring:
         slot.set_place(self.compiled.formation.place)
         return Session(self.compiled, self._connected, state, self.opening.watches, self.opening)
 
-    def _stays(self, held: Held, compiled: Compiled) -> bool:
-        hosted = set(held.state.hosted.buckets) if held.state.hosted is not None else set[int]()
+    def _stays(self, held: Held, state: State, compiled: Compiled) -> bool:
+        hosted = set(state.hosted.buckets) if state.hosted is not None else set[int]()
         same_homes = hosted == set(compiled.hosted()) and held.plan.offload == self.plan.offload
-        return same_homes and same_place(held.state.layout, held.rank, self.layout, self._rank)
+        return same_homes and same_place(state.layout, held.rank, self.layout, self._rank)
 
     def _layout_of(self, plan: Plan, held: Held | None = None) -> StateLayout:
-        if held is not None and plan == held.plan:
-            return held.state.layout
+        for layout in held.layouts if held is not None else ():
+            if plan == layout.plan:
+                return layout
         return self.layout if plan == self.plan else self.opening.layout(plan)
 
 
-def _lone_besides(layout: StateLayout, lost: int, slots: SlotsOf, own: Sequence[StateShard]) -> list[StateShard]:
-    """Of what a lost rank alone held, what the rank that mirrors it does not have itself, as counters may be."""
+def _besides(shards: Iterable[StateShard], own: Sequence[StateShard]) -> list[StateShard]:
+    """Of these, what a rank does not have in the same boxes, as counters may be."""
     held = {shard.name: shard.boxes for shard in own}
-    mirrored = lone_state(layout, lost, lone_parameters(layout)[lost], slots)
-    return [shard for shard in mirrored if shard.boxes != held.get(shard.name)]
-
-
-def _joined(data: Mapping[str, Tensor], mirrored: Iterable[Filled], names: Collection[str]) -> dict[str, Tensor]:
-    """What is mirrored, of these names, behind what a rank has of them itself; on the host."""
-    found = {shard.name: tensor for shard, tensor in mirrored if shard.name in names}
-    return {
-        name: torch.cat([data[name].to(tensor.device), tensor]) if name in data else tensor
-        for name, tensor in found.items()
-    }
+    return [shard for shard in shards if shard.boxes != held.get(shard.name)]
 
 
 def _once(shards: Iterable[StateShard]) -> list[StateShard]:
@@ -178,20 +171,22 @@ def _once(shards: Iterable[StateShard]) -> list[StateShard]:
     return list({shard.name: shard for shard in shards}.values())
 
 
-def _mirrored(places: Mapping[int, Place]) -> Iterator[tuple[int, Place, int]]:
-    """Who mirrors a rank that was lost, and which."""
-    alive = {(place.plan, place.rank) for place in places.values()}
-    for rank, place in places.items():
-        if place.mirrors is not None and (place.plan, place.mirrors) not in alive:
-            yield rank, place, place.mirrors
+def _lost_of_mirror(rank: int, places: Mapping[int, Place]) -> Part | None:
+    """Whose state this rank mirrors, if that rank is lost."""
+    place = places.get(rank)
+    if place is None or place.mirror is None or place.mirror.rank in present(places.values(), place.plans):
+        return None
+    return place.mirror
 
 
 def lost_with_mirrors(places: Sequence[Place]) -> list[str]:
     """What is said of ranks that nobody who is left mirrors, where ranks mirror each other."""
     found: list[str] = []
-    for plan in {place.plan: None for place in places if place.mirrors is not None}:
-        own = [place for place in places if place.plan == plan]
-        gone = set(range(plan.world)).difference(*((place.rank, place.mirrors) for place in own))
+    for plan in {place.mirror.plan: None for place in places if place.mirror is not None}:
+        own = [place for place in places if plan in place.plans]
+        mirrored = {place.mirror.rank for place in own if place.mirror is not None}
+        plans = {each for place in own for each in place.plans}
+        gone = set(range(plan.world)) - mirrored - present(places, plans)
         found += [f"no mirror of rank {rank} was left" for rank in sorted(gone)]
     return found
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from phalanx.adapt.holdings import Moving
 from phalanx.adapt.portions import Migration
 from phalanx.comm.links import Group, Links
 from phalanx.config import RunConfig
@@ -102,7 +103,9 @@ class Opening:
 
 class Session:
     """Trains and evaluates one model under one plan. `step` is called with this rank's part of a batch. opening: where
-    there is one, the plan can be changed (`change.py`)."""
+    there is one, the plan can be changed (`change.py`). left: while it is, what this rank has of the state."""
+
+    left: State | Moving | None = None
 
     def __init__(
         self, compiled: Compiled, connected: ProcessGroups, state: State, watches: Iterable[Watch] = (),
@@ -120,7 +123,7 @@ class Session:
 
     def put_back(self, state: State) -> None:
         """From now on with this state."""
-        compiled, connected, self.state = self.compiled, self.connected, state
+        compiled, connected, self.state, self.left = self.compiled, self.connected, state, None
         training = self._engine(compiled.training, self._watches, self._gradients(), self._totals())
         evaluation = self._engine(compiled.evaluation, self._watches, {}, None)
         timeout = connected.links.timeout.total_seconds() if compiled.plan.world > 1 else None

@@ -10,11 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from phalanx.adapt.holdings import Moving
 from phalanx.comm.links import Links
 from phalanx.data.batches import Batches
 from phalanx.engine.step import Outcome
 from phalanx.params.layout_of import KeptSlot, StateLayout
-from phalanx.params.rank_state import Filled
+from phalanx.params.rank_state import Filled, State
 from phalanx.plan.plan import Plan
 from phalanx.session.session import Opening, Session
 
@@ -49,7 +50,9 @@ class NoState:
 
 
 class Spare:
-    """What the others' `Session` is, as far as the loop needs it."""
+    """What the others' `Session` is, as far as the loop needs it. left: what it gets while the plan changes."""
+
+    left: State | Moving | None = None
 
     def __init__(self, plan: Plan, opening: Opening, links: Links) -> None:
         told = opening.told(links, plan)

@@ -15,7 +15,7 @@ from phalanx.plan.plan import Plan
 from phalanx.prepare.initial_weights import open_weights
 from phalanx.session.held import Word
 from phalanx.session.mirror import Mirror
-from phalanx.session.restoring import Place, Restoring, Scalars
+from phalanx.session.restoring import Restoring, Scalars
 from phalanx.state import checkpoint
 from phalanx.state.snapshot import Snapshot, restore
 from phalanx.training.folder import blaming_others
@@ -52,7 +52,7 @@ class RankGoingBack(ReadyRank):
             if step < saved:
                 why.append(f"copies in memory are of step {step}")
                 break
-            places = _places(words, step, plan)
+            places = _copied(words, step, plan)
             own, scalars = self.mirror.of(step, plan), Scalars(optimizer, loss_scale)
             found = restoring.from_copies(places, own, Plan(**fields.read(plan)), scalars)
             if isinstance(found, list):
@@ -96,11 +96,10 @@ class RankGoingBack(ReadyRank):
         return -1 if newest is None else int(newest.name.removeprefix("step-"))
 
 
-def _places(words: Sequence[Word], step: int, plan: str) -> dict[int, Place]:
-    """Who has a copy, by rank of this generation."""
-    held = Plan(**fields.read(plan))
+def _copied(words: Sequence[Word], step: int, plan: str) -> dict[int, int]:
+    """Who has a copy, by rank of this generation, and of which rank's state."""
     return {
-        rank: Place(held, own)
+        rank: own
         for rank, word in enumerate(words)
         for copied, text, own in word.copies
         if (copied, text) == (step, plan)

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from phalanx.adapt.holdings import Part
 from phalanx.adapt.migrate import ChangeRefused
 from phalanx.comm import nccl
 from phalanx.comm.abandoned import let_go_of_ended
@@ -33,8 +34,8 @@ from phalanx.planning.fewer import Order
 from phalanx.prepare.deterministic import changes_bits
 from phalanx.records import read_record
 from phalanx.session.beforehand import prepared
-from phalanx.session.held import Held, Word, hold, newest_step, sums_of
-from phalanx.session.restoring import Place, Restoring, lost_with_mirrors, together
+from phalanx.session.held import Held, Word, hold, newest_step, part_told, sums_of
+from phalanx.session.restoring import Restoring, lost_with_mirrors, together
 from phalanx.session.session import Opening, Session
 from phalanx.state.snapshot import Snapshot
 from phalanx.training.checkpoints import Checkpoints
@@ -190,7 +191,7 @@ class SurvivingRank(RankGoingBack):
             reported = self.snapshot.step if survived else -1
             return Word(survived, reported=reported, saving=saving, copies=copies, damaged=damaged)
         return Word(
-            survived, held.plan.full_text, held.rank, held.step, held.stepping is not None, held.sums,
+            survived, [part_told(part) for part in held.parts], held.step, held.stepping is not None, held.sums,
             self.snapshot.step, saving, copies, damaged,
         )  # fmt: skip
 
@@ -205,7 +206,8 @@ class SurvivingRank(RankGoingBack):
             said["damaged"] = held.take_mirror()
             said["optimizer"], said["loss_scale"] = held.state.scalars()
             if held.mirrored is not None:
-                said["mirrors"], said["optimizer"] = held.mirrored.rank, held.mirrored.scalars() | said["optimizer"]
+                said["mirrors"] = part_told(Part(held.plan, held.mirrored.rank))
+                said["optimizer"] = held.mirrored.scalars() | said["optimizer"]
             said["outcome"] = held.outcome.values.tolist() if held.outcome is not None else None
         if context.rank == _best(words):
             said["snapshot"], said["records"] = self.snapshot.to_json(), list(reporter.newest)
@@ -272,7 +274,7 @@ class SurvivingRank(RankGoingBack):
         """The session in its new place, and where its state came from."""
         newest, before = newest_step(words), max(word.reported for word in words)
         places = {
-            rank: Place(Plan(**fields.read(word.plan)), word.rank, own["mirrors"])
+            rank: word.place(own["mirrors"])
             for rank, (word, own) in enumerate(zip(words, told, strict=True))
             if own["holds"]
         }

@@ -44,15 +44,14 @@ def peaks(context: RankContext, plans: Sequence[str]) -> list[Peak]:
     found: list[Peak] = []
     whole = change_module.migrate
 
-    def measured(migration: Migration, held: dict[str, Tensor], **options: Any) -> Any:
-        with Living(held.values()) as living:
-            arrived = whole(migration, held, **options)
+    def measured(migration: Migration, old: dict[str, Tensor], new: dict[str, Tensor], **options: Any) -> None:
+        with Living(old.values()) as living:
+            whole(migration, old, new, **options)
         layouts = [layout.get(context.rank, ()) for layout in (migration.old, migration.new)]
         parts = [[shard for shard in layout if shard.name in set(portion.names)]
                  for portion in migration.portions for layout in layouts]  # fmt: skip
         state, portion = max(map(bytes_of, layouts)), max(map(bytes_of, parts))
         found.append(Peak(member.plan.shown, living.most, state, portion))
-        return arrived
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(portions, "PORTION_BYTES", 0)

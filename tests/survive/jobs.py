@@ -51,7 +51,7 @@ def interrupted(context: RankContext, plan: str, where: str) -> tuple[int, dict[
     if where == "after" and context.rank == 1:
         assert held.stepping is not None and held.step == 1
         assert held.complete(json.loads(context.store.get("sums")))
-    return held.step, {shard.name: data.clone() for shard, data in held.state.shards()}
+    return held.step, {shard.name: data.clone() for filled in held.filled() for shard, data in filled}
 
 
 def made(context: RankContext, plan: str, steps: int) -> tuple[int, dict[str, Tensor]]:

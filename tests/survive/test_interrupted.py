@@ -28,7 +28,8 @@ def test_a_rank_that_did_not_hear_of_the_norm_ends_the_step_like_the_others(
 
 
 def test_the_newest_step_of_those_that_hold_state_counts() -> None:
-    words = [Word(True, "dp=2", 0, 7, sums=[1.0]), Word(True, "dp=2", 1, 6, completes=True), Word(False)]
+    words = [Word(True, [("dp=2", 0, None)], 7, sums=[1.0]), Word(True, [("dp=2", 1, None)], 6, completes=True)]
+    words.append(Word(False))
     assert newest_step(words) == 7 and sums_of(words, 7) == [1.0] and sums_of(words, 6) is None
     assert newest_step([Word(False)]) == -1
 

@@ -32,14 +32,6 @@ from tests.survive.runs import (
 )
 
 
-@pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The run of one process, which nobody leaves."""
-    out = tmp_path_factory.mktemp("alone")
-    short_run("gpt2", DATA, out, **OPTIONS)
-    return out
-
-
 def mirrored(lost: int, by: int) -> str:
     return f"the ranks that were left; of rank {lost} from the mirror on rank {by}"
 

@@ -46,14 +46,6 @@ from tests.survive.runs import (
 LEFT = "the ranks that were left"
 
 
-@pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The run of one process, which nobody leaves."""
-    out = tmp_path_factory.mktemp("alone")
-    short_run("gpt2", DATA, out, **OPTIONS)
-    return out
-
-
 def test_a_lost_rank_is_replaced_and_gets_its_state_from_its_replica(
     pool: WorkerPool, tmp_path: Path, alone: Path
 ) -> None:
