@@ -169,9 +169,15 @@ def host_store(host: str, port: int, timeout: timedelta) -> Any:
 
 
 def connect_store(host: str, port: int) -> Any:
-    """A client of a store of torch that is there."""
+    """A client of a store of torch that is there. (torch would look for half a minute for one that is gone.)"""
     import torch.distributed as dist
 
+    try:
+        socket.create_connection((host, port), _CONNECT_SECONDS).close()
+    except ConnectionRefusedError:
+        raise StoreError(f"there is no store of the job at {host}:{port} any more") from None
+    except OSError:
+        pass  # torch says what is wrong
     with _answering():
         found = dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=_CONNECT_SECONDS))
     found.set_timeout(timedelta(seconds=WAIT_SECONDS))

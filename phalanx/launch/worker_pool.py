@@ -31,6 +31,7 @@ from phalanx.launch.spread import Spread
 from phalanx.launch.status_board import SILENCE, StatusBoard
 from phalanx.launch.store import JobStore, connect_store, new_secret
 from phalanx.launch.watch import Watch
+from phalanx.launch.wire import Wire
 
 _TICK_SECONDS = 0.2
 _ROOM = 64  # for ranks that come to a job beside those that it began with
@@ -110,9 +111,6 @@ class WorkerPool:
         """
         world = self.size if world is None else world
         assert 1 <= world <= self.size, (world, self.size)
-        if self._processes.broken:
-            self._processes.close()
-            self._processes = self._new_processes()
         with self.handing(target, arguments) as (hand_over, results):
             try:
                 self._processes.start(world)
@@ -203,7 +201,7 @@ class WorkerPool:
         )  # fmt: skip
 
     def _own_store(self) -> JobStore:
-        store = connect_store("127.0.0.1", self._processes.store_port)
+        store = connect_store("127.0.0.1", self._processes.host_store())
         return JobStore(store, new_secret(), f"job{self._generation}")
 
     def _hand_over(self, results: Mapping[int, IO[bytes]], job: Job, task: IO[bytes]) -> None:
@@ -229,16 +227,18 @@ class WorkerPool:
         assert self._store is not None
 
         def start(number: int, members: Generation) -> None:
-            hand_over([number], dataclasses.replace(job, members=members))
+            hand_over([number], dataclasses.replace(job, members=members, store=renewal.store.ticket))
 
-        return Renewal(self._processes, self._board, job, self._store, on_loss, start, least)
+        renewal = Renewal(self._processes, self._board, job, self._store, on_loss, start, least)
+        return renewal
 
     def _follow(self, watch: Watch, on_event: OnEvent, stop: StopSignal) -> None:
         """Returns when every rank is done, raises when the job is over in another way."""
         forwarded, heard = 0, list(watch.members)
         with selectors.DefaultSelector() as selector:
-            selector.register(self._processes.control, selectors.EVENT_READ)
+            server = None
             while not watch.over():
+                server = _listening(selector, server, self._processes.control)
                 for number in heard:
                     process = self._processes.alive[number]
                     selector.register(process.wire, selectors.EVENT_READ, process)
@@ -253,6 +253,17 @@ class WorkerPool:
                     watch.stop()
                 stop.require_patience()
         watch.conclude()
+
+
+def _listening(selector: selectors.BaseSelector, before: Wire | None, now: Wire) -> Wire | None:
+    """To what the fork server says, which may be another than before, or gone."""
+    heard = None if now.closed else now
+    if before is not heard:
+        if before is not None:
+            selector.unregister(before)
+        if heard is not None:
+            selector.register(heard, selectors.EVENT_READ)
+    return heard
 
 
 def read_result(file: IO[bytes]) -> Any:
