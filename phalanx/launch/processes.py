@@ -149,15 +149,16 @@ class Processes:
     def host_store(self) -> int:
         """The port of a store on this machine; another process holds one where the last is gone."""
         if self.lost_store:
-            self._forget_store()
+            self._end_store()
         if self._store is None:
             self._say(Host())
             self._until(lambda: self._store is not None, lambda: self._say(Host()))
         return self._store_port
 
-    def _forget_store(self) -> None:
+    def _end_store(self) -> None:
         if self._store is not None:
             self._store.send(signal.SIGKILL)
+            self._store.ends_within(_END_SECONDS)
             self._store.close()
             self._store = None
 
@@ -275,7 +276,7 @@ class Processes:
     def close(self) -> None:
         """End the ranks, the store and the server."""
         self.end()
-        self._forget_store()
+        self._end_store()
         self._say(End())
         self._hear()
         self.control.close()
