@@ -76,12 +76,12 @@ class JobStore:
 
     def clone(self) -> JobStore:
         """The same keys over a connection of its own."""
-        return JobStore(self._store.clone(), self._secret, self._name)
+        return self.reached_at(None)
 
     def reached_at(self, address: tuple[str, int] | None) -> JobStore:
-        """The same keys over a connection of its own, where they are now; None: where they were."""
+        """The same, where the keys are now; None: where they were."""
         where = address or self.address
-        return self.clone() if where is None else self.at(connect_store(*where))
+        return self.at(self._store.clone() if where is None else connect_store(*where))
 
     def at(self, store: Any) -> JobStore:
         """The same keys in another store of torch."""

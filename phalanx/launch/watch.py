@@ -116,12 +116,13 @@ class Watch:
 
     def _look_for_store(self) -> None:
         """Ranks whose store is gone meet at another."""
-        if not self._processes.lost_store or self.members[0] in self._done:
+        if not self._processes.lost_store:
             return
+        if not self._troubles and (self._done or self._left):
+            return  # who still needs it says so
         if not all(trouble.is_consequence for trouble in self._troubles.values()):
             return  # the job ends for another reason
-        ends = self._renewal is None or self._troubles or self._left or self._done
-        if ends or not self._renewed([]):
+        if self._renewal is None or self._troubles or not self._renewed([]):
             why = f"\n  the others did not go on without it: {self._not_renewed}" if self._not_renewed else ""
             raise RankError(f"the process that holds the store of the ranks was ended, and the ranks with it{why}")
 
