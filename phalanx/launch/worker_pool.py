@@ -115,8 +115,10 @@ class WorkerPool:
             try:
                 self._processes.start(world)
                 job = self.post(world)
-                hand_over(range(world), job)
-                return self._watched(job, self._renewal(job, on_loss, hand_over, least), results, on_event)
+                with stop_signal() as stop:
+                    hand_over(range(world), job)
+                    renewal = self._renewal(job, on_loss, hand_over, least)
+                    return self._watched(job, renewal, results, on_event, stop)
             except BaseException as error:
                 # Ranks of a job that failed hold half-finished state: the next job gets fresh ones.
                 self._processes.end()
@@ -147,13 +149,15 @@ class WorkerPool:
         assert renewal is not None
         if on_loss in ("regrow", "replace"):
             renewal.newcomers.expect([number for number in range(self.size) if number not in job.members.members])
-        return self._watched(job, renewal, handing[1], on_event)
+        with stop_signal() as stop:
+            return self._watched(job, renewal, handing[1], on_event, stop)
 
-    def _watched(self, job: Job, renewal: Renewal | None, results: Results, on_event: OnEvent) -> list[Any]:
+    def _watched(
+        self, job: Job, renewal: Renewal | None, results: Results, on_event: OnEvent, stop: StopSignal
+    ) -> list[Any]:
         """Until the job is over."""
         watch = Watch(self._processes, self._board, job, renewal)
-        with stop_signal() as stop:
-            self._follow(watch, on_event, stop)
+        self._follow(watch, on_event, stop)
         if renewal is not None:
             renewal.newcomers.dismiss()
         found = [read_result(results[number]) for number in watch.members if number in results]

@@ -1,5 +1,5 @@
-"""The processes that ranks need besides each other are killed while a run trains, the one that holds their store and the
-one that forks them: the run goes on in the processes that there are, and is the one that nothing happened to."""
+"""What ranks need besides each other is killed while a run trains, the process that holds their store and the one that
+forks them, or their connection to the store is cut: the run goes on, and is the one that nothing happened to."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import ctypes
 import os
 import signal
 import socket
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -18,10 +17,9 @@ from typing import Any
 import pytest
 
 from phalanx.launch.renewal import OnLoss
-from phalanx.launch.status_board import StatusView
 from phalanx.launch.worker_pool import WorkerPool
 from tests.faults.strike import Wanted, is_alive
-from tests.run_helpers import records, short_run
+from tests.run_helpers import short_run
 from tests.survive.runs import (
     DATA,
     OPTIONS,
@@ -29,7 +27,6 @@ from tests.survive.runs import (
     fit,
     in_phase,
     in_step,
-    ledger,
     losses_of_ranks,
     require_same_run,
 )
@@ -106,12 +103,14 @@ def test_ranks_whose_store_is_lost_meet_at_another_and_stay_who_they_are(
     assert before == [pool.pids]
 
 
+@pytest.mark.long
 def test_a_store_that_is_lost_while_a_checkpoint_is_saved(pool: WorkerPool, tmp_path: Path, alone: Path) -> None:
     (loss,) = struck(pool, tmp_path, "shrink", Blow(0, in_phase("save"), store), checkpoint_every=2)
     require_same_run(tmp_path, alone)
     assert (loss["lost"], loss["repeated"]) == ([MET], 0)
 
 
+@pytest.mark.long
 def test_a_store_that_is_lost_together_with_a_rank(pool: WorkerPool, tmp_path: Path, alone: Path) -> None:
     """In either order the ranks meet at the new store, and the replacement, too."""
     losses = struck(pool, tmp_path, "replace", Blow(0, in_step(3, "BW"), all_of(rank(1), store)))
@@ -130,7 +129,9 @@ def test_ranks_outlive_the_process_that_forked_them_and_are_replaced_by_another(
     require_same_run(tmp_path, alone)
     assert (loss["source"], loss["ranks"], loss["repeated"]) == (LEFT, 2, 0)
     assert loss["lost"][0].startswith("rank 1 (stage 0, replica 1) ")
-    assert "the process that starts ranks was killed by signal SIGKILL; another takes its place" in capfd.readouterr().err
+    assert (
+        "the process that starts ranks was killed by signal SIGKILL; another takes its place" in capfd.readouterr().err
+    )
     (pids,) = seen
     assert pool.pids[0] == pids[0] and not is_alive(pids[1])
     pool.processes.end()
@@ -144,7 +145,7 @@ def test_the_server_the_store_and_a_rank_lost_at_once(pool: WorkerPool, tmp_path
 
 
 @pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="sockets of others are taken by pidfd")
-@pytest.mark.parametrize("number", [0, 1])
+@pytest.mark.parametrize("number", [pytest.param(0, marks=pytest.mark.long), 1])
 def test_a_rank_whose_connection_to_the_store_is_cut_opens_another(
     number: int, pool: WorkerPool, tmp_path: Path, alone: Path
 ) -> None:
