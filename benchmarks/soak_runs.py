@@ -31,7 +31,7 @@ from soak_left import (
     shared_memory,
 )
 from soak_settings import Setting
-from soak_strikes import FATAL, Striker
+from soak_strikes import Striker
 
 from phalanx.errors import PhalanxError
 from phalanx.launch.worker_pool import WorkerPool
@@ -153,9 +153,8 @@ def _in_pool(pool: WorkerPool, setting: Setting, out: Path, orders: Path) -> tup
 
 
 def _fit(pool: WorkerPool, world: int, data: Samples, striker: Striker, config: Any) -> None:
-    if not pool.processes.broken:
-        pool.processes.start(world)
-    os.environ[STORE_PORT] = str(pool.processes.store_port)
+    pool.processes.start(world)
+    os.environ[STORE_PORT] = str(pool.processes.host_store())
     with striker.striking(), pack(Trainer("gpt2", data, config).job) as payload:
         pool.run(fit_on_rank, payload, world=world, on_loss=config.on_loss)
 
@@ -169,8 +168,6 @@ def _reason(error: PhalanxError) -> str:
 
 def _may_end(struck: Struck, why: str) -> bool:
     """Whether a run may end with a fault: all ranks were lost, or none trained yet or any more."""
-    if struck.kind in FATAL:
-        return True
     if why.startswith("no rank is left"):
         return struck.ranks <= 2 or struck.kind == "again and again"
     return why.startswith(("the ranks were not training", "others had ended")) and struck.step in (-1, 0, 1, STEPS)

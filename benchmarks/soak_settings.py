@@ -38,8 +38,7 @@ class Setting:
         turn, place = divmod(number, len(places))[0], places[number % len(places)]
         nth = turn * places.count(place) + places[: number % len(places)].count(place)  # of the runs of its place
         world = 2 if place != "pool" else draw.choice([2, 3, 4, 4])
-        left_out = soak_strikes.FATAL if nth % 8 and set(kinds) - set(soak_strikes.FATAL) else ()
-        own = [kind for kind in _PLACES[place] if kind in kinds and kind not in left_out]
+        own = [kind for kind in _PLACES[place] if kind in kinds]
         faults = _faults(nth, own, draw, _FAULTS[place])
         options: dict[str, Any] = {"checkpoint_every": draw.choice([1, 2, 3, 5])}
         if draw.random() < 0.6 or any(fault.kind == "corrupt copy" for fault in faults):

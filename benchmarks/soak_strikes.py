@@ -66,8 +66,6 @@ class Striker:
             self._note(fault.kind)
             self._told = self.log.num_losses
             KINDS[fault.kind](self, draw)
-            if fault.kind in FATAL:
-                self._ended.wait(LONGEST)
             self.tells(0.0 if fault.kind in UNCERTAIN else _TELLING)
 
     def _comes(self, fault: Fault) -> bool:
@@ -254,5 +252,5 @@ KINDS: Mapping[str, Strike] = {
     **{name: _order(name) for name in ("raise", "exit", "interpreter lock", "slow", "disk full", "out of memory",
                                        "links broken", "stale messages")},
 }  # fmt: skip
-UNCERTAIN = ("slow", "disk full", "ranks added", "stop and go on", "again and again")  # nobody need be lost any more
-FATAL = ("store", "fork server")  # the run ends, and is resumed
+# Nobody need be lost any more.
+UNCERTAIN = ("slow", "disk full", "ranks added", "stop and go on", "again and again", "fork server")

@@ -29,11 +29,11 @@ class ForkedServer:
     """What of `subprocess.Popen` is needed of a server."""
 
     def __init__(self, pid: int) -> None:
-        self._pid, self._code = pid, None
+        self.pid, self._code = pid, None
 
     def poll(self) -> int | None:
         if self._code is None:
-            ended, status = os.waitpid(self._pid, os.WNOHANG)
+            ended, status = os.waitpid(self.pid, os.WNOHANG)
             self._code = os.waitstatus_to_exitcode(status) if ended else None
         return self._code
 
@@ -47,7 +47,7 @@ class ForkedServer:
 
     def send_signal(self, number: int) -> None:
         if self.poll() is None:
-            os.kill(self._pid, number)
+            os.kill(self.pid, number)
 
     def kill(self) -> None:
         self.send_signal(signal.SIGKILL)

@@ -1,17 +1,17 @@
 """Local rank processes: started from the fork server, spoken to over wires, signalled and ended.
 
-It knows nothing of jobs; worker_pool.py does.
+Where the server ends, another one takes its place, and the ranks live on. It knows nothing of jobs; worker_pool.py
+does.
 """
 
 from __future__ import annotations
 
 import os
-import select
 import signal
 import socket
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,18 +20,23 @@ from typing import Any
 
 from phalanx.errors import RankError
 from phalanx.launch import early
-from phalanx.launch.server import Begin, End, Ended, Fork, Forked, Hosted
+from phalanx.launch.handles import Handle
+from phalanx.launch.orphans import STORE
+from phalanx.launch.server import MOST_ADOPTED, Begin, End, Ended, Fork, Forked, Host, Hosted, Ready
 from phalanx.launch.torch_defaults import torch_defaults
 from phalanx.launch.wire import Wire
 
 _START_SECONDS = 120.0
 _END_SECONDS = 10.0
+_MORE_SERVERS = 2  # that are tried where the server ends when it is needed
+_UNSEEN = 256  # in place of an exit code that nobody saw
 _ENDING, _STATUS = ("Z", "X"), 49  # of /proc/…/stat: states in which no thread runs, and where the status stands
 
 
 @dataclass
 class Process:
-    """One rank's process; `code` is None as long as it lives, then its exit code or minus the signal."""
+    """One rank's process; `code` is None as long as it lives, then its exit code or minus the signal. is_orphan: the
+    server that started it is gone, and nobody will say how it ended."""
 
     rank: int
     pid: int
@@ -39,12 +44,11 @@ class Process:
     log: Path | None
     code: int | None = None
     cause: str = ""  # what happened to it, where that is known better than by its code
-    handle: int | None = None  # of the process itself, where the system has such: its number may come to mean another
+    handle: Handle | None = None  # None of one on another machine
+    is_orphan: bool = False
 
     def __post_init__(self) -> None:
-        if hasattr(os, "pidfd_open"):
-            with suppress(ProcessLookupError):
-                self.handle = os.pidfd_open(self.pid)
+        self.handle = Handle(self.pid)
 
     @property
     def stopped(self) -> bool:
@@ -56,34 +60,32 @@ class Process:
         """Once it is gone: 'was killed by signal SIGKILL'."""
         if self.cause or self.code is None:
             return self.cause or "ended"
-        return f"was killed by signal {signal.Signals(-self.code).name}" if self.code < 0 else (
-            f"left with exit code {self.code}"
-        )  # fmt: skip
+        if self.code == _UNSEEN:
+            return "ended, nobody saw how"
+        return _how(self.code)
 
     def look(self) -> None:
         """Takes note if it will never run again. Its parent learns so only when all that it had is given back, which
         takes most of a second where it had the memory of a GPU."""
-        state, status = _seen(self.pid) if self.code is None else ("", 0)
+        if self.code is not None:
+            return
+        is_gone = self.is_orphan and self.handle is not None and self.handle.gone
+        state, status = _seen(self.pid)
         if state in _ENDING:
             self.code = os.waitstatus_to_exitcode(status)
+        elif is_gone:
+            self.code = _UNSEEN
 
     @property
     def gone(self) -> bool:
         """Whether it has ended, as far as can be seen from here."""
         self.look()
-        if self.code is not None or self.handle is None:
-            return self.code is not None
-        poll = select.poll()
-        poll.register(self.handle, select.POLLIN)
-        return bool(poll.poll(0))
+        return self.code is not None or (self.handle is not None and self.handle.gone)
 
     def send(self, number: int) -> None:
         """Without the fork server, which may itself be stopped."""
-        with suppress(ProcessLookupError):
-            if self.code is None and self.handle is not None:
-                signal.pidfd_send_signal(self.handle, number)
-            elif self.code is None:
-                os.kill(self.pid, number)
+        if self.code is None and self.handle is not None:
+            self.handle.send(number)
 
     def hand(self, job: Any, descriptors: tuple[int, ...]) -> None:
         """A job, with the files that belong to it."""
@@ -92,7 +94,7 @@ class Process:
     def close(self) -> None:
         self.wire.close()
         if self.handle is not None:
-            os.close(self.handle)
+            self.handle.close()
 
     def last_output(self, num_lines: int = 20) -> list[str]:
         """What it wrote last, where that was not shown."""
@@ -113,48 +115,112 @@ class Processes:
     def __init__(self, folder: Path, preload: tuple[str, ...], saves: bool = True) -> None:
         self.alive: dict[int, Process] = {}
         self._buried: list[Process] = []
-        self._folder, self._store, self._lost_store = folder, Hosted(0, 0), False
-        self._server, self.control = early.take() or _started_server()
-        self.control.send(Begin(preload, str(folder), saves))
+        self._asked: dict[int, Wire] = {}  # by rank: of processes that are being started
+        self._folder, self._preload, self._saves = folder, preload, saves
+        self._store, self._store_port = None, 0
+        self._num_unready = 0  # servers in a row that have not been ready
+        self._pipe = os.pipe()  # whoever is started ends when nobody has the second end any more
+        self._begin_with(*(early.take() or _started_server()))
+
+    def _begin_with(self, server: Popen[bytes] | early.ForkedServer, control: Wire) -> None:
+        self._server, self.control, self._num_unready = server, control, self._num_unready + 1
+        handles = {process.rank: process.handle for process in self.alive.values() if process.code is None}
+        if self._store is not None:
+            handles[STORE] = self._store
+        adopted = [(rank, handle) for rank, handle in handles.items() if handle is not None and handle.descriptor]
+        adopted = adopted[:MOST_ADOPTED]
+        begin = Begin(
+            self._preload, str(self._folder), self._saves, tuple((handle.pid, rank) for rank, handle in adopted)
+        )
+        self._say(begin, (*self._pipe, *(handle.descriptor for _, handle in adopted if handle.descriptor)))
+
+    def _say(self, message: Any, descriptors: tuple[int, ...] = ()) -> None:
+        with suppress(ConnectionError):  # where the server is gone, another is asked for the same
+            self.control.send(message, descriptors)
 
     @property
-    def broken(self) -> str:
-        """Which process is gone that no rank can do without, "" if there is none."""
-        if self._server.poll() is not None:
-            return "the process that starts ranks"
-        return "the process that holds the store of the ranks" if self._lost_store else ""
+    def lost_store(self) -> bool:
+        """Whether the process is gone that holds the store of the ranks on this machine."""
+        return self._store is not None and self._store.gone
 
-    @property
-    def store_port(self) -> int:
-        """Of the store on this machine, once ranks were started."""
-        return self._store.port
+    def store_ends_within(self, seconds: float) -> bool:
+        return self._store is not None and self._store.ends_within(seconds)
+
+    def host_store(self) -> int:
+        """The port of a store on this machine; another process holds one where the last is gone."""
+        if self.lost_store:
+            self._end_store()
+        if self._store is None:
+            self._say(Host())
+            self._until(lambda: self._store is not None, lambda: self._say(Host()))
+        return self._store_port
+
+    def _end_store(self) -> None:
+        if self._store is not None:
+            self._store.send(signal.SIGKILL)
+            self._store.ends_within(_END_SECONDS)
+            self._store.close()
+            self._store = None
 
     def start(self, num_ranks: int) -> None:
         """Have ranks 0 … num_ranks-1."""
         self._start([rank for rank in range(num_ranks) if rank not in self.alive])
 
     def _start(self, missing: Sequence[int]) -> None:
-        ours: dict[int, Wire] = {}
-        for rank in missing:
-            end, theirs = socket.socketpair()
-            log = self._log(rank)
-            self.control.send(Fork(rank, str(log) if log else ""), (theirs.fileno(),))
-            theirs.close()
-            ours[rank] = Wire(end)
-        deadline = time.monotonic() + _START_SECONDS
-        while ours:
-            for message in self.control.take():
-                if isinstance(message, Forked):
-                    wire = ours.pop(message.rank)
-                    self.alive[message.rank] = Process(message.rank, message.pid, wire, self._log(message.rank))
-                elif isinstance(message, Hosted):
-                    self._store = message
-                elif isinstance(message, Ended):
-                    self._note(message)
-            if self._lost_store or self.control.closed or time.monotonic() > deadline:
+        def ask() -> None:
+            for rank in [*self._asked] or missing:
+                self._ask(rank)
+
+        ask()
+        self._until(lambda: not self._asked, ask)
+
+    def _ask(self, rank: int) -> None:
+        if rank in self._asked:
+            self._asked[rank].close()  # a process that has its other end leaves
+        end, theirs = socket.socketpair()
+        log = self._log(rank)
+        self._asked[rank] = Wire(end)
+        self._say(Fork(rank, str(log) if log else ""), (theirs.fileno(),))
+        theirs.close()
+
+    def _until(self, answered: Callable[[], bool], ask: Callable[[], None]) -> None:
+        """Waits for the server's answer; asks again the one that takes its place."""
+        deadline, most = time.monotonic() + _START_SECONDS, self._num_unready + _MORE_SERVERS - 1
+        while not answered():
+            self._hear()
+            if self._replaced_server(most):
+                ask()
+            elif self._server.poll() is not None or time.monotonic() > deadline:
                 raise RankError("the process that starts ranks ended or does not answer", "its output is above")
-            if ours:
+            if not answered():
                 time.sleep(0.002)
+
+    def _hear(self) -> None:
+        """What the server says."""
+        for message in self.control.take():
+            if isinstance(message, Ready):
+                self._num_unready = 0
+            elif isinstance(message, Forked):
+                wire, log = self._asked.pop(message.rank), self._log(message.rank)
+                self.alive[message.rank] = Process(message.rank, message.pid, wire, log)
+            elif isinstance(message, Hosted):
+                self._store, self._store_port = Handle(message.pid), message.port
+            elif isinstance(message, Ended):
+                self._note(message)
+
+    def _replaced_server(self, most_unready: int = 0) -> bool:
+        """Starts another server where it ended, unless it is one of more in a row than these that were not ready."""
+        if (code := self._server.poll()) is None:
+            return False
+        self._hear()
+        if self._num_unready > most_unready:
+            return False
+        print(f"the process that starts ranks {_how(code)}; another takes its place", file=sys.stderr, flush=True)
+        for process in (*self.alive.values(), *self._buried):
+            process.is_orphan = True
+        self.control.close()
+        self._begin_with(*_started_server())
+        return True
 
     def can_start(self, rank: int) -> bool:
         """Whether there is a place for it."""
@@ -182,12 +248,10 @@ class Processes:
         """Learn which ranks are gone; they stay in `alive` with their code until `end` is called."""
         for process in self.alive.values():
             process.look()
-        for message in self.control.take():
-            if isinstance(message, Ended):
-                self._note(message)
+        self._hear()
+        self._replaced_server()
 
     def _note(self, ended: Ended) -> None:
-        self._lost_store = self._lost_store or ended.pid == self._store.pid
         for process in (*self.alive.values(), *self._buried):
             if process.pid == ended.pid:
                 process.code = ended.code
@@ -210,12 +274,19 @@ class Processes:
         self._buried.clear()
 
     def close(self) -> None:
-        """End the ranks and the server."""
+        """End the ranks, the store and the server."""
         self.end()
-        with suppress(ConnectionError):  # it may be gone
-            self.control.send(End())
+        self._end_store()
+        self._say(End())
+        self._hear()
         self.control.close()
-        self._server.send_signal(signal.SIGCONT)  # one that is stopped could not hear that it is no longer needed
+        self._end_server()
+        for end in self._pipe:
+            os.close(end)
+
+    def _end_server(self) -> None:
+        """One that is stopped could not hear that it is no longer needed; one that still imports has nothing to end."""
+        self._server.send_signal(signal.SIGKILL if self._num_unready else signal.SIGCONT)
         try:
             self._server.wait(5.0)
         except TimeoutExpired:
@@ -237,6 +308,10 @@ def _started_server() -> tuple[Popen[bytes], Wire]:
     )  # fmt: skip
     theirs.close()
     return started, Wire(ours)
+
+
+def _how(code: int) -> str:
+    return f"was killed by signal {signal.Signals(-code).name}" if code < 0 else f"left with exit code {code}"
 
 
 def _seen(pid: int) -> tuple[str, int]:

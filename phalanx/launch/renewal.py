@@ -1,7 +1,8 @@
 """What a supervisor does when ranks of a job are lost and the others are to go on: the next generation.
 
 Whoever is suspected is ended first, so that nobody takes part in two generations. Then its place is filled by a process
-of the fork server, or the ranks that are left are numbered anew; and the generation is published. Where a job is to
+of the fork server, or the ranks that are left are numbered anew; and the generation is published, in a new store where
+the process that held it is gone. Where a job is to
 grow back, processes are started beside it, prepare themselves, and are taken in between two steps (`newcomers.py`);
 so are those that were to take a place and did not come to hold anything, or were lost again soon. Where too few ranks
 are left, they keep what they have and wait.
@@ -12,28 +13,33 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from dataclasses import replace
+from typing import Literal
 
+from phalanx.errors import StoreError
 from phalanx.launch.membership import Generation
 from phalanx.launch.newcomers import Newcomers
 from phalanx.launch.processes import Processes
 from phalanx.launch.rank_main import Job
 from phalanx.launch.status_board import StatusBoard
+from phalanx.launch.store import JobStore, connect_store
 
 OnLoss = Literal["stop", "shrink", "replace", "regrow"]
 _MOST_IN_A_ROW = 3  # losses without a finished step between them
+_STORE_SECONDS = 1.0  # for the process of a store that does not answer to be gone
+_LOST_STORE = "the process that held the store of the ranks ended; they met at another"
 
 
 class Renewal:
-    """Of one job. `generation` is the newest. start: hands a job to a process that was just started, as one of a
-    generation. least: with fewer ranks than these a job does not go on, but has others in the places of lost ones, or
-    waits for them."""
+    """Of one job. `generation` is the newest, `store` where its ranks meet. start: hands a job to a process that was
+    just started, as one of a generation. least: with fewer ranks than these a job does not go on, but has others in the
+    places of lost ones, or waits for them."""
 
     def __init__(
-        self, processes: Processes, board: StatusBoard, job: Job, store: Any, on_loss: OnLoss,
+        self, processes: Processes, board: StatusBoard, job: Job, store: JobStore, on_loss: OnLoss,
         start: Callable[[int, Generation], None], least: int = 1,
     ) -> None:  # fmt: skip
-        self._processes, self._board, self._job, self._store, self._least = processes, board, job, store, least
+        self._processes, self._board, self._job, self.store, self._least = processes, board, job, store, least
         self.on_loss, self._start, self.generation = on_loss, start, job.members
         self.newcomers = Newcomers(processes, board, self._ahead)
         self._finished, self._in_a_row = dict[int, int](), 0  # steps by process, when ranks were lost the last time
@@ -63,14 +69,32 @@ class Renewal:
         fresh = tuple(members.index(process) for process in new)
         said = (*words, *(f"a process came to be rank {members.index(process)}" for process in came))
         self.generation = Generation(before.number + 1, members, fresh, said, noticed, waits=waits)
-        self._store.set(self.generation.key, self.generation.to_json())
-        self._board.invite(False)
-        self._board.publish(self.generation.number)
+        self._publish()
         for process in new:
             if process not in came:
                 self._processes.start_one(process)
                 self._start(process, self.generation)
         return None
+
+    def _publish(self) -> None:
+        try:
+            self._put()
+        except StoreError:
+            if not self._processes.store_ends_within(_STORE_SECONDS):
+                raise
+            self._put()
+        self._board.invite(False)
+        self._board.publish(self.generation.number)
+
+    def _put(self) -> None:
+        """Says who the ranks are in the store, another one where it is lost."""
+        if self._processes.lost_store:
+            self.generation = replace(self.generation, lost=(*self.generation.lost, _LOST_STORE))
+            self.store = self.store.at(connect_store("127.0.0.1", self._processes.host_store()))
+            self._board.move_store(*self.store.ticket[:2])
+        key = self.generation.key
+        self.store.set(key, self.generation.to_json())
+        self.store.check([key])  # which waits for an answer
 
     def tend(self) -> list[int]:
         """Starts processes that are expected, and asks ranks to meet those that are ready; those that were started."""

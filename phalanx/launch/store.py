@@ -76,12 +76,12 @@ class JobStore:
 
     def clone(self) -> JobStore:
         """The same keys over a connection of its own."""
-        return JobStore(self._store.clone(), self._secret, self._name)
+        return self.reached_at(None)
 
     def reached_at(self, address: tuple[str, int] | None) -> JobStore:
-        """The same keys over a connection of its own, where they are now; None: where they were."""
+        """The same, where the keys are now; None: where they were."""
         where = address or self.address
-        return self.clone() if where is None else self.at(connect_store(*where))
+        return self.at(self._store.clone() if where is None else connect_store(*where))
 
     def at(self, store: Any) -> JobStore:
         """The same keys in another store of torch."""
@@ -169,9 +169,15 @@ def host_store(host: str, port: int, timeout: timedelta) -> Any:
 
 
 def connect_store(host: str, port: int) -> Any:
-    """A client of a store of torch that is there."""
+    """A client of a store of torch that is there. (torch would look for half a minute for one that is gone.)"""
     import torch.distributed as dist
 
+    try:
+        socket.create_connection((host, port), _CONNECT_SECONDS).close()
+    except ConnectionRefusedError:
+        raise StoreError(f"there is no store of the job at {host}:{port} any more") from None
+    except OSError:
+        pass  # torch says what is wrong
     with _answering():
         found = dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=_CONNECT_SECONDS))
     found.set_timeout(timedelta(seconds=WAIT_SECONDS))

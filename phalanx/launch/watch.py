@@ -107,13 +107,24 @@ class Watch:
     def look(self) -> None:
         """Find those who can no longer say anything."""
         self._processes.note_ended()
-        if broken := self._processes.broken:
-            raise RankError(f"{broken} was ended, and the ranks with it")
         for trouble in self._troubles_seen():
             if self._add(trouble):
                 return  # the ranks are others now
+        self._look_for_store()
         self._look_for_broken_links()
         self._tend()
+
+    def _look_for_store(self) -> None:
+        """Ranks whose store is gone meet at another."""
+        if not self._processes.lost_store:
+            return
+        if not self._troubles and (self._done or self._left):
+            return  # who still needs it says so
+        if not all(trouble.is_consequence for trouble in self._troubles.values()):
+            return  # the job ends for another reason
+        if self._renewal is None or self._troubles or not self._renewed([]):
+            why = f"\n  the others did not go on without it: {self._not_renewed}" if self._not_renewed else ""
+            raise RankError(f"the process that holds the store of the ranks was ended, and the ranks with it{why}")
 
     def _troubles_seen(self) -> Iterator[Trouble]:
         """Of those that ended or are silent first: that is quickly seen."""

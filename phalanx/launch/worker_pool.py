@@ -31,6 +31,7 @@ from phalanx.launch.spread import Spread
 from phalanx.launch.status_board import SILENCE, StatusBoard
 from phalanx.launch.store import JobStore, connect_store, new_secret
 from phalanx.launch.watch import Watch
+from phalanx.launch.wire import Wire
 
 _TICK_SECONDS = 0.2
 _ROOM = 64  # for ranks that come to a job beside those that it began with
@@ -110,15 +111,14 @@ class WorkerPool:
         """
         world = self.size if world is None else world
         assert 1 <= world <= self.size, (world, self.size)
-        if self._processes.broken:
-            self._processes.close()
-            self._processes = self._new_processes()
         with self.handing(target, arguments) as (hand_over, results):
             try:
                 self._processes.start(world)
                 job = self.post(world)
-                hand_over(range(world), job)
-                return self._watched(job, self._renewal(job, on_loss, hand_over, least), results, on_event)
+                with stop_signal() as stop:
+                    hand_over(range(world), job)
+                    renewal = self._renewal(job, on_loss, hand_over, least)
+                    return self._watched(job, renewal, results, on_event, stop)
             except BaseException as error:
                 # Ranks of a job that failed hold half-finished state: the next job gets fresh ones.
                 self._processes.end()
@@ -149,13 +149,15 @@ class WorkerPool:
         assert renewal is not None
         if on_loss in ("regrow", "replace"):
             renewal.newcomers.expect([number for number in range(self.size) if number not in job.members.members])
-        return self._watched(job, renewal, handing[1], on_event)
+        with stop_signal() as stop:
+            return self._watched(job, renewal, handing[1], on_event, stop)
 
-    def _watched(self, job: Job, renewal: Renewal | None, results: Results, on_event: OnEvent) -> list[Any]:
+    def _watched(
+        self, job: Job, renewal: Renewal | None, results: Results, on_event: OnEvent, stop: StopSignal
+    ) -> list[Any]:
         """Until the job is over."""
         watch = Watch(self._processes, self._board, job, renewal)
-        with stop_signal() as stop:
-            self._follow(watch, on_event, stop)
+        self._follow(watch, on_event, stop)
         if renewal is not None:
             renewal.newcomers.dismiss()
         found = [read_result(results[number]) for number in watch.members if number in results]
@@ -203,7 +205,7 @@ class WorkerPool:
         )  # fmt: skip
 
     def _own_store(self) -> JobStore:
-        store = connect_store("127.0.0.1", self._processes.store_port)
+        store = connect_store("127.0.0.1", self._processes.host_store())
         return JobStore(store, new_secret(), f"job{self._generation}")
 
     def _hand_over(self, results: Mapping[int, IO[bytes]], job: Job, task: IO[bytes]) -> None:
@@ -229,16 +231,18 @@ class WorkerPool:
         assert self._store is not None
 
         def start(number: int, members: Generation) -> None:
-            hand_over([number], dataclasses.replace(job, members=members))
+            hand_over([number], dataclasses.replace(job, members=members, store=renewal.store.ticket))
 
-        return Renewal(self._processes, self._board, job, self._store, on_loss, start, least)
+        renewal = Renewal(self._processes, self._board, job, self._store, on_loss, start, least)
+        return renewal
 
     def _follow(self, watch: Watch, on_event: OnEvent, stop: StopSignal) -> None:
         """Returns when every rank is done, raises when the job is over in another way."""
         forwarded, heard = 0, list(watch.members)
         with selectors.DefaultSelector() as selector:
-            selector.register(self._processes.control, selectors.EVENT_READ)
+            server = None
             while not watch.over():
+                server = _listening(selector, server, self._processes.control)
                 for number in heard:
                     process = self._processes.alive[number]
                     selector.register(process.wire, selectors.EVENT_READ, process)
@@ -253,6 +257,17 @@ class WorkerPool:
                     watch.stop()
                 stop.require_patience()
         watch.conclude()
+
+
+def _listening(selector: selectors.BaseSelector, before: Wire | None, now: Wire) -> Wire | None:
+    """To what the fork server says, which may be another than before, or gone."""
+    heard = None if now.closed else now
+    if before is not heard:
+        if before is not None:
+            selector.unregister(before)
+        if heard is not None:
+            selector.register(heard, selectors.EVENT_READ)
+    return heard
 
 
 def read_result(file: IO[bytes]) -> Any:

@@ -18,6 +18,7 @@ from phalanx.errors import RankError
 from phalanx.launch.processes import memory_kills
 from phalanx.launch.worker_pool import WorkerPool
 from tests import children
+from tests.faults.strike import is_alive
 from tests.launch import jobs
 from tests.launch.test_worker_pool import main_thread_only, signal_when_under_way
 
@@ -233,16 +234,27 @@ def children_of(pid: int) -> list[int]:
     return [int(line) for line in listing.stdout.split()]
 
 
-def test_nothing_is_left_when_the_pool_is_closed_nor_when_its_server_is_killed():
+def test_ranks_outlive_their_fork_server_and_end_with_the_pool():
     with WorkerPool(2, threads_per_rank=1, device="cpu", preload=jobs.LIGHT) as pool:
         pool.run(jobs.describe)
         pids, server = list(pool.pids.values()), pool._processes._server.pid
         assert sorted(children_of(server)) == sorted([*pids, pool._processes._store.pid])
         os.kill(server, signal.SIGKILL)
-        wait_for(lambda: not any(alive(pid) for pid in pids), 5)
-        pids = [result[5] for result in pool.run(jobs.describe)]
-        folder, server = pool._folder, pool._processes._server.pid
-    assert not any(alive(pid) for pid in [*pids, server]) and not folder.exists()
+        assert [result[5] for result in pool.run(jobs.describe)] == pids
+        store, folder, server = pool._processes._store.pid, pool._folder, pool._processes._server.pid
+    assert not any(is_alive(pid) for pid in [*pids, store, server]) and not folder.exists()
+
+
+def test_a_fork_server_that_ends_when_it_is_needed_is_tried_again_a_few_times(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+):
+    """One that cannot import what ranks need, and then one that can."""
+    with WorkerPool(1, threads_per_rank=1, device="cpu", preload=("no_such_module",)) as pool:
+        with pytest.raises(RankError, match="the process that starts ranks ended or does not answer"):
+            pool.run(jobs.describe)
+        assert capfd.readouterr().err.count("left with exit code 1; another takes its place") == 2
+        monkeypatch.setattr(pool._processes, "_preload", jobs.LIGHT)
+        assert len(pool.run(jobs.describe)) == 1
 
 
 def test_ranks_do_not_outlive_the_process_that_started_them(tmp_path: Path):

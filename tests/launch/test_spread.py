@@ -265,7 +265,7 @@ def test_that_all_may_begin_anew_after_an_error_is_known_on_the_other_side() -> 
 class Machine:
     """One that has room, or has not; processes that are buried are gone at once."""
 
-    in_doubt = False
+    in_doubt = lost_store = False
 
     def __init__(self, number: int, room: bool) -> None:
         self.alive = {process: SimpleNamespace(gone=False) for process in range(number)}
@@ -285,7 +285,7 @@ def test_losses_in_a_row_are_those_without_a_finished_step_between_them(tmp_path
     """Also where ranks go back, and make the same step again."""
     board = StatusBoard.create(tmp_path / "board", 3)
     job = SimpleNamespace(members=Generation(0, (0, 1, 2)))
-    store = SimpleNamespace(set=lambda key, text: None)
+    store = SimpleNamespace(set=lambda key, text: None, check=lambda keys: True)
     renewal = Renewal(Machine(3, room=True), board, job, store, "replace", lambda *_: None)  # pyright: ignore
 
     def lose() -> str | None:
@@ -305,7 +305,7 @@ def test_a_rank_that_just_came_and_loses_the_others_is_lost_and_does_not_end_the
     """Its links break while all of them meet, and it holds nothing that it could go on with."""
     board = StatusBoard.create(tmp_path / "board", 3)
     job = SimpleNamespace(members=Generation(0, (0, 1, 2)), silence=15.0)
-    store, machine = SimpleNamespace(set=lambda key, text: None), Machine(3, room=True)
+    store, machine = SimpleNamespace(set=lambda key, text: None, check=lambda keys: True), Machine(3, room=True)
     renewal = Renewal(machine, board, job, store, "replace", lambda *_: None)  # pyright: ignore
     watch = Watch(machine, board, job, renewal)  # pyright: ignore[reportArgumentType]
     for slot in board.slots:
@@ -322,7 +322,8 @@ class Few:
     def __init__(self, folder: Path, on_loss: OnLoss, room: bool, number: int = 2, least: int = 2) -> None:
         self.board, self.told = StatusBoard.create(folder / "board", number), list[str]()
         job = SimpleNamespace(members=Generation(0, tuple(range(number))), silence=15.0)
-        self.machine, store = Machine(number, room), SimpleNamespace(set=lambda key, text: self.told.append(text))
+        self.machine = Machine(number, room)
+        store = SimpleNamespace(set=lambda key, text: self.told.append(text), check=lambda keys: True)
         given = (self.machine, self.board, job, store, on_loss, lambda *_: None, least)
         self.renewal = Renewal(*given)  # pyright: ignore[reportArgumentType]
         self.watch = Watch(self.machine, self.board, job, self.renewal)  # pyright: ignore[reportArgumentType]

@@ -33,8 +33,8 @@ class Seen:
         gc.collect()
         found = set(descendants(os.getpid()))
         if pool is not None:
-            server = pool.processes._server.pid  # type: ignore[union-attr]
-            found = (found | session_of(server)) - {server, pool.processes._store.pid}
+            server, store = pool.processes._server.pid, pool.processes._store  # type: ignore[union-attr]
+            found = (found | session_of(server)) - {server, store.pid if store is not None else 0}
         running = frozenset(pid for pid in found if runs(pid))
         shared, ports = frozenset(shared_memory()), frozenset(listening(os.getpid()))
         return cls(running, ports, shared, len(os.listdir("/dev/fd")))

@@ -13,9 +13,11 @@ from pathlib import Path
 import pytest
 
 from phalanx.launch import orphans
+from phalanx.launch.handles import Handle
 from phalanx.launch.status_board import StatusBoard
 from phalanx.state.folders import latest
 from tests.children import ROOT, Popen, environment
+from tests.faults.strike import is_alive
 
 
 def start(out: Path, scratch: Path, *options: str) -> subprocess.Popen[str]:
@@ -37,15 +39,28 @@ def steps(out: Path) -> list[int]:
     return [record["step"] for record in records if record["kind"] == "step"]
 
 
-def said_after_the_supervisor_was_killed(process: subprocess.Popen[str], out: Path) -> str:
-    """All that its ranks write until the last of them has ended: only then the pipe closes."""
+def until_step(number: int, process: subprocess.Popen[str], out: Path) -> None:
     deadline = time.monotonic() + 120
-    while max(steps(out), default=0) < 3:
+    while max(steps(out), default=0) < number:
         assert process.poll() is None and time.monotonic() < deadline
         time.sleep(0.05)
+
+
+def said_after_the_supervisor_was_killed(process: subprocess.Popen[str], out: Path) -> str:
+    """All that its ranks write until the last of them has ended: only then the pipe closes."""
+    until_step(3, process, out)
     process.send_signal(signal.SIGKILL)
     said, _ = process.communicate(timeout=120)
     return said
+
+
+def servers(process: subprocess.Popen[str]) -> list[int]:
+    """Fork servers lead sessions of their own."""
+    return [pid for pid in children_of(process.pid) if os.getsid(pid) == pid]
+
+
+def children_of(pid: int) -> list[int]:
+    return [int(found) for path in Path(f"/proc/{pid}/task").glob("*/children") for found in path.read_text().split()]
 
 
 def test_ranks_whose_supervisor_is_killed_save_and_say_how_to_go_on(tmp_path: Path) -> None:
@@ -67,6 +82,42 @@ def test_ranks_whose_supervisor_is_killed_and_that_are_not_to_save_say_so(tmp_pa
     assert latest(out / "checkpoints") is None and "Traceback" not in said and not list(scratch.glob("phalanx*"))
 
 
+@pytest.mark.long
+def test_ranks_whose_fork_server_and_then_supervisor_are_killed_save_as_well(tmp_path: Path) -> None:
+    """The server that took the place of the first looks after ranks that it did not fork."""
+    out, scratch = tmp_path / "run", tmp_path / "scratch"
+    process = start(out, scratch, "--checkpoint-every", "0")
+    until_step(1, process, out)
+    (first,) = servers(process)
+    others = children_of(first)
+    os.kill(first, signal.SIGKILL)
+    while not (found := servers(process)) or found == [first]:
+        time.sleep(0.01)
+    said = said_after_the_supervisor_was_killed(process, out)
+    assert "the process that starts ranks was killed by signal SIGKILL; another takes its place" in said
+    saved, step = latest(out / "checkpoints"), max(steps(out))
+    assert f"stopped by SIGTERM after step {step} of 100000, saved in {saved}; go on with --resume auto" in said
+    assert "Traceback" not in said and not list(scratch.glob("phalanx*"))
+    assert len(others) == 3 and not any(is_alive(pid) for pid in others)
+
+
+def test_ranks_whose_fork_server_and_supervisor_are_killed_at_once_end(tmp_path: Path) -> None:
+    out, scratch = tmp_path / "run", tmp_path / "scratch"
+    process = start(out, scratch, "--checkpoint-every", "0")
+    until_step(1, process, out)
+    (server,) = servers(process)
+    others = children_of(server)
+    for pid in (server, process.pid):
+        os.kill(pid, signal.SIGSTOP)
+    for pid in (server, process.pid):
+        os.kill(pid, signal.SIGKILL)
+    process.communicate(timeout=20)
+    deadline = time.monotonic() + 10
+    while any(is_alive(pid) for pid in others) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert len(others) == 3 and not any(is_alive(pid) for pid in others)
+
+
 def test_a_rank_that_does_not_follow_the_others_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(orphans, "_FOLLOW_SECONDS", 0.2)
     board = StatusBoard.create(tmp_path / "board", 2)
@@ -74,11 +125,18 @@ def test_a_rank_that_does_not_follow_the_others_is_ended(tmp_path: Path, monkeyp
         slot.enter("step")
     pids = [os.posix_spawn("/bin/sh", ["sh", "-c", f"{trap}; {wait}"], os.environ) for trap, wait in SHELLS]
     time.sleep(0.3)
-    assert orphans.let_go({pid: rank for rank, pid in enumerate(pids)}, tmp_path) == 1
+    assert wards(*pids).let_go(tmp_path) == 1
     assert not tmp_path.exists()
     for pid in pids:
         with pytest.raises(ChildProcessError):
             os.waitpid(pid, os.WNOHANG)
+
+
+def wards(*pids: int) -> orphans.Wards:
+    found = orphans.Wards()
+    for rank, pid in enumerate(pids):
+        found.add(pid, rank)
+    return found
 
 
 SHELLS = [
@@ -88,7 +146,10 @@ SHELLS = [
 
 
 def test_ranks_that_do_not_train_are_ended_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(orphans, "_wait", pytest.fail)
+    monkeypatch.setattr(orphans.Wards, "_wait", pytest.fail)
     StatusBoard.create(tmp_path / "board", 1)
-    pid = os.posix_spawn("/bin/sleep", ["sleep", "60"], os.environ)
-    assert orphans.let_go({pid: 0}, tmp_path) == 0
+    pid, other = (os.posix_spawn("/bin/sleep", ["sleep", "60"], os.environ) for _ in range(2))
+    found = orphans.Wards({1: Handle(other)})
+    found.add(pid, 0)
+    assert found.let_go(tmp_path) == 0
+    assert os.waitstatus_to_exitcode(os.waitpid(other, 0)[1]) == -signal.SIGKILL
