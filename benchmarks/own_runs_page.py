@@ -10,7 +10,7 @@ import report
 from own_runs import HEADERS, choice, rows, summary
 
 RESULTS = Path(__file__).parent.parent / "docs" / "results"
-FILES = ("own_runs_gpu.json", "own_runs.json", "own_runs_link.json")
+FILES = ("own_runs_gpu.json", "own_runs.json", "own_runs_x86.json", "own_runs_link.json")
 INTRO = """# Our own runs: predicted beside measured
 
 Steps of many plans on four ranks, each predicted by simulating its program with what was measured apart from it: the
@@ -33,6 +33,12 @@ def page(folder: Path = RESULTS) -> str:
     return "\n".join([INTRO, *(_section(json.loads(file.read_text()), file.name) for file in files if file.exists())])
 
 
+def _table(results: list[dict[str, Any]]) -> str:
+    """What planning says stands last, where it was asked."""
+    columns = slice(1, None if "planned_seconds" in results[0] else -1)
+    return report.markdown(HEADERS[columns], [row[columns] for row in rows(results)])
+
+
 def _section(data: dict[str, Any], file: str) -> str:
     machine, setting = data["machine"], data["setting"]
     where, size = " and ".join(machine["gpus"]) or machine["processor"], setting["size"]
@@ -42,7 +48,7 @@ def _section(data: dict[str, Any], file: str) -> str:
         f"{machine['torch']}), {machine['date']}. Data: [{file}]({file}). {report.busy(machine)}", "",
         f"Llama of {size['layers']} layers, width {size['width']}, {size['samples']} samples of {size['tokens']} "
         f"tokens in {setting['dtype']}.", "",
-        report.markdown(HEADERS[1:], [row[1:] for row in rows(data["results"])]), "",
+        _table(data["results"]), "",
         f"{summary(data['results'])}.", "", *([f"{told}.", ""] if (told := choice(data["results"])) else []),
         _beside(setting["profile"]), "",
         *([data["notes"], ""] if "notes" in data else []),

@@ -17,7 +17,7 @@ from phalanx.profile.segments import Effort
 from phalanx.profile.store import Say, Store
 
 SECONDS = 10.0  # after which nothing more is begun
-EFFORT = Effort(rounds=1, seconds=0.01, least=1, warm_up=1)
+EFFORT = Effort(rounds=1, seconds=0.01, least=1, warm_up=1, beside=1)
 _LONGEST = 0.1  # seconds that the forward of a block may take
 _DEGREES = (1, 2)  # further ones take their part of the second
 _SHARES = (1, 4)  # a replica's samples whole, and a part of them

@@ -43,12 +43,15 @@ class SegmentTimes(NamedTuple):
 
 
 class Effort(NamedTuple):
-    """How long one part of a segment is measured. seconds: of a round, in which it is run so often at least."""
+    """How long one part of a segment is measured. seconds: of a round, in which it is run so often at least. beside:
+    runs before and after those that count, so that all ranks are at it meanwhile: they do not begin at the same moment,
+    and in a short round some have a core to themselves."""
 
     rounds: int = 5
     seconds: float = 0.02
     least: int = 2
     warm_up: int = MOST_COPIES
+    beside: int = 0
 
 
 class Place(NamedTuple):
@@ -189,12 +192,11 @@ def usual_seconds(
             next_work()()
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-        return (time.perf_counter() - begin) / times
+        return (time.perf_counter() - begin) / max(1, times)
 
     def timed(times: int) -> float:
-        """Others are at it before and after, too: ranks do not begin at the same moment, and share cores or devices."""
         meet(0.0)
-        _, seconds, _ = run(1), run(times), run(1)
+        _, seconds, _ = run(effort.beside), run(times), run(effort.beside)
         return seconds
 
     once = meet(timed(effort.warm_up))

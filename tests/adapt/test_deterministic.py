@@ -89,13 +89,22 @@ TENSOR_PLANS = (
 )  # fmt: skip
 
 
+def of_two_ranks(pool: WorkerPool, name: str) -> jobs.Trained:
+    return pool.run(train("float64"), KINDS[name].name, ["tp=2"], len(TENSOR_PLANS), world=2)[0]
+
+
 @pytest.mark.parametrize("name", ["GPT-2", pytest.param("Llama", marks=pytest.mark.long)])
-def test_every_plan_of_one_tensor_degree_has_the_same_bits(name: str, pool: WorkerPool) -> None:
-    """Each from the beginning on, and all of them one after the other."""
-    expected = pool.run(train("float64"), KINDS[name].name, ["tp=2"], len(TENSOR_PLANS), world=2)[0]
+def test_plans_of_one_tensor_degree_follow_each_other_with_the_same_bits(name: str, pool: WorkerPool) -> None:
+    found = pool.run(train("float64"), KINDS[name].name, TENSOR_PLANS, world=4)[0]
+    require_bits(found, of_two_ranks(pool, name))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["GPT-2", "Llama"])
+def test_every_plan_of_one_tensor_degree_has_the_same_bits_from_the_beginning_on(name: str, pool: WorkerPool) -> None:
+    expected = of_two_ranks(pool, name)
     for plan in TENSOR_PLANS:
         require_bits(pool.run(train("float64"), KINDS[name].name, [plan], len(TENSOR_PLANS), world=4)[0], expected)
-    require_bits(pool.run(train("float64"), KINDS[name].name, TENSOR_PLANS, world=4)[0], expected)
 
 
 def test_exact_sums_are_those_of_the_model(pool: WorkerPool) -> None:
