@@ -30,6 +30,8 @@ from phalanx.planning.estimate import estimate
 from phalanx.prepare.auto import Subject, choose, measure_together, whole_model, work_of
 from phalanx.prepare.here import announce, measure_here, planned_here
 
+CHOSEN = "chosen by train"
+
 
 @dataclass(frozen=True)
 class Planned:
@@ -70,9 +72,6 @@ def _estimated(subject: Subject, context: RankContext, task: Task, plan: Plan, w
     batch = task.setting.size.samples
     seconds = {text: estimate(work, own, cluster, software, batch).step_seconds for text, own in every.items()}
     return Planned(plan, why, seconds)
-
-
-CHOSEN = "chosen by train"
 
 
 def with_chosen(task: Task, found: Sequence[Planned | None]) -> tuple[dict[str, Plan], Planned]:

@@ -18,13 +18,13 @@ INTRO = """# Soak: random faults, and the run that lost nobody
 
 Each run trains a tiny GPT-2 in float64 on two to five CPU ranks, and faults happen to it one after the other, each one
 to three steps after it recovered from the one before. *Went on*: the ranks that were left, or new ones, trained on.
-*Resumed*: what happened cannot be survived in place (before training, nobody was left, the supervisor or the store was
-killed); the run ended and was resumed. *Untouched*: nobody was lost. At its end every run was compared with a run of
-one process that nothing happened to: parameters (1e-7), losses (1e-9) and samples of every step, how many steps were
-made again, and what is left behind (below). *Back to work*: from when a loss was noticed until
-ranks train again; the machine had up to ten times as many processes as cores. *link slow*, *link cut*, *node cut off*,
-*node lost and back* (one that does not lead), *leading node lost and back* and *rank of a node* happen on two nodes of
-a lab (network namespaces), with a supervisor each."""
+*Resumed*: what happened cannot be survived in place (before training, nobody was left, the supervisor was killed; until
+`068a0ca` also the store or the fork server); the run ended and was resumed. *Untouched*: nobody was lost. At its end
+every run was compared with a run of one process that nothing happened to: parameters (1e-7), losses (1e-9) and samples
+of every step, how many steps were made again, and what is left behind (below). *Back to work*: from when a loss was
+noticed until ranks train again; the machine had up to ten times as many processes as cores. *link slow*, *link cut*,
+*node cut off*, *node lost and back* (one that does not lead), *leading node lost and back* and *rank of a node* happen
+on two nodes of a lab (network namespaces), with a supervisor each."""
 
 LEFT_OUT = """## Runs that were taken out by hand
 

@@ -8,7 +8,10 @@ from __future__ import annotations
 import os
 import select
 import signal
+import time
 from contextlib import suppress
+
+_LOOK_SECONDS = 0.002
 
 
 class Handle:
@@ -29,7 +32,10 @@ class Handle:
 
     def ends_within(self, seconds: float) -> bool:
         if self.descriptor is None:
-            return not _is_there(self.pid)
+            until = time.monotonic() + seconds
+            while (is_there := _is_there(self.pid)) and time.monotonic() < until:
+                time.sleep(_LOOK_SECONDS)
+            return not is_there
         poll = select.poll()
         poll.register(self.descriptor, select.POLLIN)
         return bool(poll.poll(1000 * seconds))

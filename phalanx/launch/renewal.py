@@ -2,10 +2,9 @@
 
 Whoever is suspected is ended first, so that nobody takes part in two generations. Then its place is filled by a process
 of the fork server, or the ranks that are left are numbered anew; and the generation is published, in a new store where
-the process that held it is gone. Where a job is to
-grow back, processes are started beside it, prepare themselves, and are taken in between two steps (`newcomers.py`);
-so are those that were to take a place and did not come to hold anything, or were lost again soon. Where too few ranks
-are left, they keep what they have and wait.
+the process that held it is gone. Where a job is to grow back, processes are started beside it, prepare themselves, and
+are taken in between two steps (`newcomers.py`); so are those that were to take a place and did not come to hold
+anything, or were lost again soon. Where too few ranks are left, they keep what they have and wait.
 Ranks that were lost again and again without a step between are not replaced for ever.
 """
 

@@ -38,7 +38,7 @@ from phalanx.prepare.did_not_fit import NONE_TRIED, Tried
 from phalanx.prepare.here import planned_here, to_stderr, usable_store
 from phalanx.prepare.turns import let_others_come, wait_for
 from phalanx.profile.model import Size, times_here
-from phalanx.profile.model import Subject as Blocks
+from phalanx.profile.model import Subject as Measured
 from phalanx.profile.store import rows_here
 
 _KEY = "plan"
@@ -114,20 +114,32 @@ def choose(subject: Subject, context: RankContext) -> Choice:
 
 
 def measure_together(subject: Subject, context: RankContext) -> None:
-    """By all ranks, before one of them chooses."""
+    """By all ranks, before one of them chooses. What cannot be measured ends no run: it is planned for by rates."""
     let_others_come(context)
-    config, batches = subject.config, subject.batches
-    store, sizes, per_node = None, list[Size](), 0
-    if context.rank == 0 and subject.cuts:
-        cluster, software = planned_here(context, config.memory_bytes, config.dtype)
-        store, per_node = usable_store(), cluster.per_node
-        rate = software.products * min(kind.device.flops.value for kind in cluster.nodes)
-        sizes = sizes_of(context.world, config.batch_size, subject.heads, max(subject.costs()), rate)
-    blocks = Blocks(
-        subject.spec, subject.captured, config.dtype, torch.device(context.device), per_node,
-        lambda count: batches.batch(0, count), config.compile,
+    per_node, sizes = _sizes(subject, context) if context.rank == 0 else (0, [])
+    store = usable_store() if sizes else None
+    measured = Measured(
+        subject.spec, subject.captured, subject.config.dtype, torch.device(context.device), per_node,
+        lambda count: subject.batches.batch(0, count), subject.config.compile,
     )  # fmt: skip
-    measure_blocks(context, blocks, store, sizes, to_stderr)
+    try:
+        measure_blocks(context, measured, store, sizes, to_stderr)
+    except Exception as error:  # whatever a model of the user's own leads to
+        if context.rank == 0:
+            to_stderr(f"the blocks of {subject.spec.name} could not be measured: {type(error).__name__}: {error}")
+
+
+def _sizes(subject: Subject, context: RankContext) -> tuple[int, list[Size]]:
+    """Ranks of a node, and at which sizes its blocks are measured; none where that says nothing of plans."""
+    if not subject.cuts:
+        return 0, []
+    try:
+        cluster, software = planned_here(context, subject.config.memory_bytes, subject.config.dtype)
+        rate = software.products * min(kind.device.flops.value for kind in cluster.nodes)
+        flops = max(subject.costs())
+    except Exception:  # the search says of the same what it is
+        return 0, []
+    return cluster.per_node, sizes_of(context.world, subject.config.batch_size, subject.heads, flops, rate)
 
 
 def _or_simple(subject: Subject, make: Callable[[], Choice]) -> Choice:

@@ -35,6 +35,8 @@ def sizes_of(world: int, batch_size: int, heads: int, flops: float, rate: float)
     """Micro-batches of plans that give every rank samples. heads: the most ranks that tensors are split over; flops: of
     the largest block's forward on a sample; rate: FLOP/s of a rank."""
     found: list[Size] = []
+    if not flops:
+        return found  # it only moves what it is given
     for share in _SHARES:
         for degree in _DEGREES:
             if degree == 1 or (world % degree == 0 and heads and heads % degree == 0):

@@ -20,7 +20,7 @@ from phalanx.errors import ConfigError, PlanError
 from phalanx.launch.context import RankContext
 from phalanx.plan.plan import Plan
 from phalanx.planning.search import search
-from phalanx.prepare.auto import Choice, Subject, choose, whole_model
+from phalanx.prepare.auto import Choice, Subject, choose, measure_together, whole_model
 from phalanx.prepare.did_not_fit import DoesNotFit
 from phalanx.prepare.here import RankDevice, announce, cluster_here, cluster_of, known_device, measure_here
 from phalanx.profile.store import Store, profiles_path
@@ -278,6 +278,18 @@ def test_what_cannot_be_judged_gets_the_simple_plan_with_the_reason(monkeypatch:
     monkeypatch.setattr("phalanx.prepare.auto.search", fails)
     found = choose(subject(), context(Keys()))
     assert found.plan == subject().simple and found.record["unsearched"] == "KeyError: 'no such thing'"
+
+
+def test_blocks_that_cannot_be_measured_end_no_run(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fails(*given: Any) -> None:
+        assert given[3]  # sizes that rank 0 asks for
+        raise RuntimeError("of a kernel of the user's own")
+
+    monkeypatch.setattr("phalanx.prepare.auto.measure_blocks", fails)
+    measure_together(subject(), context(Keys()))
+    assert "could not be measured: RuntimeError: of a kernel of the user's own" in capsys.readouterr().err
 
 
 def test_a_language_model_may_be_cut_into_slices(monkeypatch: pytest.MonkeyPatch) -> None:

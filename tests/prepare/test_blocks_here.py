@@ -25,6 +25,7 @@ def test_sizes_are_micro_batches_of_plans_that_give_every_rank_samples() -> None
 def test_what_would_compute_for_long_is_measured_with_fewer_samples_or_not_at_all() -> None:
     assert sizes_of(2, 16, heads=8, flops=1e9, rate=2e10) == [Size(1, 2), Size(2, 4)]
     assert sizes_of(2, 16, heads=8, flops=1e9, rate=1e9) == []
+    assert sizes_of(2, 16, heads=8, flops=0.0, rate=1e9) == []
 
 
 def measured(context: RankContext, path: Path, sizes: list[Size], compile: str) -> list[str]:
