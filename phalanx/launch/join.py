@@ -29,7 +29,7 @@ from phalanx.launch.context import RankContext, local_device
 from phalanx.launch.hosts import slurm_counts, slurm_hosts
 from phalanx.launch.monitor import Monitor, Notice
 from phalanx.launch.status_board import SILENCE, StatusBoard
-from phalanx.launch.store import SECRET_VARIABLE, JobStore, host_store, share_secret
+from phalanx.launch.store import SECRET_VARIABLE, JobStore, ask_names_sooner, host_store, share_secret
 from phalanx.launch.succession import Claim, reach
 
 _MEET_SECONDS = 120.0
@@ -203,6 +203,7 @@ def _reach(place: Place) -> Any:
     try:
         if hosts:
             return host_store(host, place.port, deadline)
+        ask_names_sooner()
         return dist.TCPStore(host, place.port, is_master=False, timeout=deadline, wait_for_workers=False)
     except (RuntimeError, OSError) as error:
         if hosts:

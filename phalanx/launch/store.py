@@ -35,6 +35,9 @@ _CONNECT_SECONDS = 30.0  # to a store that is there
 WAIT_SECONDS = 300.0  # for a key, as torch's stores wait where nothing is said
 _SEE_SECONDS = 60.0  # until a file that rank 0 wrote is seen on another machine
 _EXAMPLE = f"{SECRET_VARIABLE}=$(openssl rand -hex 32)"
+# torch asks the name server what each address is called that it connects to, 127.0.0.1 too, to have names in its logs.
+# An answer that is lost (servers drop questions of those that ask often) holds the connection up for 5 seconds.
+_RESOLVER, _ASK_SOONER = "RES_OPTIONS", "timeout:1 attempts:5"
 _WHO_WRITES = "something else writes to this job's store: see who can reach its port (docs/security.md)"
 
 
@@ -161,6 +164,7 @@ def host_store(host: str, port: int, timeout: timedelta) -> Any:
     """A store of torch that is reached at this host's address and no other; port 0 lets the system choose."""
     import torch.distributed as dist
 
+    ask_names_sooner()
     listener = socket.create_server((listening_address(host), port), backlog=1024)
     port = listener.getsockname()[1]
     return dist.TCPStore(
@@ -172,6 +176,7 @@ def connect_store(host: str, port: int) -> Any:
     """A client of a store of torch that is there. (torch would look for half a minute for one that is gone.)"""
     import torch.distributed as dist
 
+    ask_names_sooner()
     try:
         socket.create_connection((host, port), _CONNECT_SECONDS).close()
     except ConnectionRefusedError:
@@ -182,6 +187,11 @@ def connect_store(host: str, port: int) -> Any:
         found = dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=_CONNECT_SECONDS))
     found.set_timeout(timedelta(seconds=WAIT_SECONDS))
     return found
+
+
+def ask_names_sooner() -> None:
+    """Before a store of torch is made in this process: a lost answer of the name server costs one second then."""
+    os.environ.setdefault(_RESOLVER, _ASK_SOONER)
 
 
 def listening_address(host: str) -> str:

@@ -283,6 +283,7 @@ class Watch:
         if self._not_renewed:
             return False
         now = self._renewal.generation
+        self._late.clear()  # all have as long to come to this one
         if now.waits:
             print(f"{'; '.join(now.lost)}; {_WAITING}", file=sys.stderr, flush=True)
         fresh = [now.members[rank] for rank in now.fresh]

@@ -132,6 +132,16 @@ def test_a_store_that_one_machine_needs_is_reached_from_it_alone(server: Any):
     assert listening(by_name.port) == {"0100007F"}
 
 
+def test_a_lost_answer_of_the_name_server_costs_a_second_unless_a_user_says_else(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("RES_OPTIONS", "rotate")
+    job_store.ask_names_sooner()
+    assert os.environ["RES_OPTIONS"] == "rotate"
+    monkeypatch.delenv("RES_OPTIONS")
+    server = host_store("127.0.0.1", 0, timedelta(seconds=30))
+    job_store.connect_store("127.0.0.1", server.port)
+    assert os.environ["RES_OPTIONS"] == "timeout:1 attempts:5"
+
+
 def test_a_name_that_means_another_address_to_others_is_listened_for_everywhere(monkeypatch: pytest.MonkeyPatch):
     known = {"own": "127.0.1.1", "translated": "203.0.113.7"}
     monkeypatch.setattr(socket, "getaddrinfo", lambda host, *_: [(2, 1, 6, "", (known[host], 0))])
