@@ -3,7 +3,8 @@ it from running.
 
 A rank's heart beats on a thread that needs next to nothing. On a busy machine it beats late because it waits for a
 core, in a long call because another thread runs, on a slow disk because the kernel works for it: the system tells all
-of these from a process whose threads are asleep or stopped. Where it tells nothing, only silence counts.
+of these from a process whose threads are asleep or stopped. A rank that starts, compiles or saves may sleep for long in
+one call, and stands still only where a signal stopped it. Where the system tells nothing, only silence counts.
 """
 
 from __future__ import annotations
@@ -15,22 +16,24 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from phalanx.launch.abort import BEAT_SECONDS
-from phalanx.launch.status_board import RunningClock, StatusView
+from phalanx.launch.status_board import QUICK_PHASES, RunningClock, StatusView
 
 STILL_SECONDS = 0.7
 LONGEST_LOOK = 0.3  # seconds that one look counts for at most: whoever looks seldom has seen little
 MOST_BUSY = 0.05  # of a core: threads that wait for Python's lock wake up to ask for it
-_SLEEPS = "STI"  # asleep, stopped by a signal, idle; not: running, waiting for a disk, held by a debugger
+_STOPPED = "T"
+_SLEEPS = f"S{_STOPPED}I"  # asleep, stopped by a signal, idle; not: running, waiting for a disk, held by a debugger
 
 
 @dataclass(frozen=True)
 class Activity:
     """seconds: of computing, so far. sleeps: whether no thread wants to run; main_sleeps: whether the main one does
-    not."""
+    not. stopped: whether none can, as a signal stopped all of them."""
 
     seconds: float
     sleeps: bool
     main_sleeps: bool = True
+    stopped: bool = False
 
 
 def activity(pid: int) -> Activity | None:
@@ -38,9 +41,8 @@ def activity(pid: int) -> Activity | None:
     with suppress(OSError, ValueError, IndexError):
         state, *fields = _fields(Path(f"/proc/{pid}/stat"))
         spent = sum(map(int, fields[10:12])) / os.sysconf("SC_CLK_TCK")
-        threads = Path(f"/proc/{pid}/task").iterdir()
-        sleeps = all(_fields(thread / "stat")[0] in _SLEEPS for thread in threads)
-        return Activity(spent, sleeps, state in _SLEEPS)
+        states = {_fields(thread / "stat")[0] for thread in Path(f"/proc/{pid}/task").iterdir()}
+        return Activity(spent, states <= {*_SLEEPS}, state in _SLEEPS, states <= {_STOPPED})
     return None
 
 
@@ -81,7 +83,7 @@ class Stillness:
         if now - self._beat_at <= BEAT_SECONDS:
             return now - self._since
         found = self._look()
-        if found is None or not found.sleeps or self._is_busy(found, now):
+        if found is None or not _is_still(found, view) or self._is_busy(found, now):
             self._since, self._spent = now, found.seconds if found else None
         elif self._spent is None:
             self._spent = found.seconds
@@ -90,3 +92,7 @@ class Stillness:
     def _is_busy(self, found: Activity, now: float) -> bool:
         spent = found.seconds - (found.seconds if self._spent is None else self._spent)
         return spent > MOST_BUSY * max(now - self._since, LONGEST_LOOK)
+
+
+def _is_still(found: Activity, view: StatusView) -> bool:
+    return found.stopped or (found.sleeps and view.phase in QUICK_PHASES)

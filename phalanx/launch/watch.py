@@ -21,7 +21,7 @@ from phalanx.launch.laggards import Laggards
 from phalanx.launch.processes import Process, Processes, memory_kills
 from phalanx.launch.rank_main import Done, Event, Failed, Job, Left
 from phalanx.launch.renewal import Renewal
-from phalanx.launch.status_board import QUICK_PHASES, RunningClock, SilenceWatch, StatusBoard, StatusView
+from phalanx.launch.status_board import RunningClock, SilenceWatch, StatusBoard, StatusView
 from phalanx.launch.stillness import LONGEST_LOOK, STILL_SECONDS, Stillness, activity, activity_with_children
 
 _LAST_WORDS_SECONDS = 2.0  # for ranks to end by themselves when another one failed
@@ -162,7 +162,7 @@ class Watch:
         return Trouble(rank, self._view(rank), cause, hint, output=self._output(rank))
 
     def _still_ranks(self) -> dict[int, Trouble]:
-        """Those that stand still in a step while others do not, where losing one costs little."""
+        """Those that stand still while others do not, where losing one costs little."""
         if self._renewal is None or self._troubles:
             return {}
         expected = {rank: self._processes.alive[rank].pid for rank in self._expected()}
@@ -173,9 +173,6 @@ class Watch:
         return {rank: self._stands_still(rank, seconds) for rank, seconds in still.items()}
 
     def _still_seconds(self, pid: int, view: StatusView) -> float:
-        if view.phase not in QUICK_PHASES:
-            self._stillness.pop(pid, None)
-            return 0.0
         if pid not in self._stillness:
             self._stillness[pid] = Stillness(self._looks, lambda: activity(pid))
         return self._stillness[pid].seconds(view)

@@ -446,7 +446,7 @@ def store_while_groups_are_made(context: RankContext) -> bool:
 
 
 def alone_at_last(context: RankContext) -> tuple[str, ...]:
-    """Rank 0 dies, and rank 1 does not leave what it is at; what is told to the one that is left, which comes late too."""
+    """Rank 0 dies, rank 1 does not leave what it is at, and rank 2 comes late, to whom is told what happened."""
     context.slot.at_step(1)
     context.slot.enter("step")
     context.slot.guard(True)

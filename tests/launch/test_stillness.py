@@ -27,23 +27,24 @@ class Clock:
         return self.now
 
 
-def view(beat: int) -> StatusView:
-    return StatusView(beat, 3, "step", "", "F0.0")
+def view(beat: int, phase: str = "step") -> StatusView:
+    return StatusView(beat, 3, phase, "", "F0.0")
 
 
-def still_after(looks: Sequence[tuple[int, Activity | None]]) -> float:
+def still_after(looks: Sequence[tuple[int, Activity | None]], phase: str = "step") -> float:
     """For how long after looks that follow each other by 0.2 s; the first finds a process that has just lived."""
     clock, now = Clock(), list[Activity | None]()
     watch = Stillness(clock, now.pop)  # pyright: ignore[reportArgumentType]
     found = 0.0
     for beat, seen in looks:
         now.append(seen)
-        found = watch.seconds(view(beat))
+        found = watch.seconds(view(beat, phase))
         clock.now += 0.2
     return found
 
 
 ASLEEP = Activity(5.0, True)
+STOPPED = Activity(5.0, True, stopped=True)
 
 
 @pytest.mark.parametrize(
@@ -62,6 +63,12 @@ def test_still_is_who_could_run_and_does_not(looks: list[tuple[int, Activity | N
     assert still_after(looks) == pytest.approx(seconds)
 
 
+@pytest.mark.parametrize("phase", ["compile", "save", "start"])
+def test_who_is_at_something_that_takes_long_is_still_only_where_it_was_stopped(phase: str) -> None:
+    assert still_after([(1, ASLEEP)] * 6, phase) == 0.0
+    assert still_after([(1, STOPPED)] * 6, phase) == pytest.approx(1.0)
+
+
 def test_while_its_heart_beats_the_system_is_not_asked() -> None:
     clock = Clock()
     watch = Stillness(clock, lambda: pytest.fail("was asked"))  # pyright: ignore[reportArgumentType]
@@ -78,7 +85,7 @@ def seen(code: str, wanted: bool, number: int = 0) -> bool:
     if number:
         os.kill(process.pid, number)
     deadline = time.monotonic() + 30.0
-    while (found := activity(process.pid)) is None or found.sleeps is not wanted:
+    while (found := activity(process.pid)) is None or (found.sleeps, found.stopped) != (wanted, bool(number)):
         assert time.monotonic() < deadline
         time.sleep(0.01)
     process.kill()

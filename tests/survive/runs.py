@@ -96,8 +96,9 @@ def changing(step: int) -> Wanted:
     return lambda view: view.phase == "compile" and view.step >= step
 
 
-def in_phase(phase: str) -> Wanted:
-    return lambda view: view.phase == phase
+def in_phase(phase: str, step: int = 0) -> Wanted:
+    """step: or a later one."""
+    return lambda view: view.phase == phase and view.step >= step
 
 
 def stored(folder: Path) -> dict[str, Tensor]:

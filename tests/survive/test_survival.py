@@ -229,6 +229,9 @@ CASES: dict[str, tuple[int, OnLoss, str, list[Strike], dict[str, Any]]] = {
     "while saving": (2, "replace", "dp=2", [Strike(1, in_phase("save"))], {"checkpoint_every": 2}),
     "rank 0 while saving": (2, "shrink", "dp=2", [Strike(0, in_phase("save"))], {"checkpoint_every": 2}),
     "stopped": (2, "replace", "dp=2", [Strike(1, in_step(3, "BW"), signal.SIGSTOP)], {}),
+    "stopped as it makes plans for fewer": (
+        3, "shrink", "dp=3,mb=2", [Strike(1, in_phase("compile", 4), signal.SIGSTOP)], {},
+    ),
     "of four": (4, "shrink", "dp=4", [Strike(0, in_step(3, "BW"))], {}),
     "twice": (4, "shrink", "dp=4", [Strike(0, in_step(2, "BW")), Strike(2, in_step(4))], {}),
     "of a pipeline": (4, "shrink", "pp=2,dp=2,mb=2", [Strike(2, in_step(3, "BW"))], {}),
