@@ -36,7 +36,7 @@ from phalanx.observe.runlog import read_log
 from phalanx.training.job import pack
 from phalanx.training.trainer import Trainer, fit_on_rank
 
-WORLD, STEPS = 4, 24
+WORLD, STEPS, REPEATS = 4, 24, 5
 KILL, HANG = signal.SIGKILL, signal.SIGSTOP
 SPARE = "a rank to spare"  # a fifth that has no place in the plan, with `shrink`
 CASES = (
@@ -68,7 +68,7 @@ which takes seconds, and a rank to spare has done that."""
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = report.options(__doc__ or "")
-    parser.add_argument("--repeats", type=int, default=5, metavar="N", help="of each case")
+    parser.add_argument("--repeats", type=int, default=REPEATS, metavar="N", help="of each case")
     parser.add_argument("--gpu", action="store_true", help="ranks that share one GPU, instead of CPU ranks")
     parser.add_argument("--compile", default="auto", choices=("off", "auto"), help="how segments are compiled")
     parser.add_argument("--cases", type=int, nargs="*", default=range(len(CASES)), help="numbers of those to run")
@@ -154,7 +154,8 @@ def page(folder: Path = RESULTS) -> str:
 def _section(path: Path) -> str:
     data = json.loads(path.read_text(encoding="utf-8"))
     machine, results, setting, gpu = data["machine"], data["results"], data["setting"], data["setting"]["gpu"]
-    given = " --gpu" * gpu + " --quick" * (setting["repeats"] == 1) + " --compile off" * (setting["compile"] == "off")
+    repeats = {1: " --quick", REPEATS: ""}.get(setting["repeats"], f" --repeats {setting['repeats']}")
+    given = " --gpu" * gpu + repeats + " --compile off" * (setting["compile"] == "off")
     kind = "Four ranks that share one GPU in turns" if gpu else "Four CPU ranks"
     on = f"one {machine['gpus'][0]}, torch {machine['torch']}" if gpu else f"torch {machine['torch']}"
     return "\n".join([

@@ -36,8 +36,8 @@ class Software:
     backward's sums over tensor-parallel ranks, the share that travels behind weight gradients. hidden: of the backward
     of a last micro-batch, the share behind which gradients are reduced. messages: of messages between stages, the share
     that is waited for. contention: seconds that computation loses for each of communication beneath it. crowded: times
-    that a rank computes faster than beside all others of its node, with whom it shares what computes. step,
-    micro_batch: seconds besides. gradient: bytes of a parameter's gradient sum, kept and reduced; logits: of each
+    that a rank computes faster than beside all others of its node, with whom it shares what computes; one_machine:
+    whether those of all nodes share it, as in a lab. step, micro_batch: seconds besides. gradient: bytes of a parameter's gradient sum, kept and reduced; logits: of each
     logit, where tensor-parallel ranks all have them whole. reserved: bytes that libraries keep of a device's memory;
     slack: share of the rest that an allocator cannot use. host_updates: parameters that the host updates in a second
     for each device (3.8e9 measured on 16 cores). host_copies: bytes/s each way that the memory of a node reaches.
@@ -67,6 +67,7 @@ class Software:
     messages: float = 1.0
     contention: float = 0.3
     crowded: float = 1.0
+    one_machine: bool = False
     step: float = 5e-3
     micro_batch: float = 0.0
     gradient: float = 4.0
@@ -166,7 +167,9 @@ class Machine:
 
     @property
     def near(self) -> int:
-        """Places of the pipeline that lie on one node."""
+        """Places of the pipeline that lie on one node, or on parts of one machine."""
+        if self.software.one_machine:
+            return self.plan.pp
         return max(1, min(self.plan.pp, self.nodes.devices // (self.plan.tp * self.plan.dp)))
 
     @property

@@ -111,8 +111,10 @@ def on_cluster(cluster: Cluster, software: Software, rates: Rates) -> tuple[Clus
         if own is not None:
             latency = {f"{prefix or 'link_'}latency": own.latency}
             counts |= latency | {f"{prefix}gathers": own.gathers, f"{prefix}sends": own.sends}
+    crowd = _crowd(rates)
     shares = replace(
-        software, **counts, contention=_contention(rates, software), crowded=_crowded(rates),
+        software, **counts, contention=_contention(rates, software), one_machine=crowd is rates.far,
+        crowded=_crowded(crowd),
         # What all ranks of a node reached at the same time, its memory reaches.
         host_copies=max(software.host_copies, rates.ranks * (rates.host or 0.0)),
     )  # fmt: skip
@@ -218,10 +220,15 @@ def _contention(rates: Rates, software: Software) -> float:
     return software.contention if not found else min(1.0, max(0.0, 1 - found[-1][1]))
 
 
-def _crowded(rates: Rates) -> float:
-    """Times that a rank is faster alone than beside all others of its node."""
-    found = dict(rates.near.speeds.get("computing", ()))
-    return 1 / found[rates.ranks] if rates.ranks in found else 1.0
+def _crowd(rates: Rates) -> Talk:
+    """Who shares what computes: the ranks of a node; or those of several, of which that is measured on one machine."""
+    return rates.far if rates.far is not None and "computing" in rates.far.speeds else rates.near
+
+
+def _crowded(crowd: Talk) -> float:
+    """Times that a rank is faster alone than beside all others of these."""
+    found = dict(crowd.speeds.get("computing", ()))
+    return 1 / found[crowd.among.world] if crowd.among.world in found else 1.0
 
 
 def _line(xs: Sequence[float], ys: Sequence[float]) -> tuple[float, float]:

@@ -76,8 +76,8 @@ BRIEF = Effort(
 )  # fmt: skip
 
 
-def questions(device: str, spread: Spread, effort: Effort = CAREFUL) -> list[Question]:
-    """What planning needs most comes first. device: cpu or cuda."""
+def questions(device: str, spread: Spread, effort: Effort = CAREFUL, one_machine: bool = False) -> list[Question]:
+    """What planning needs most comes first. device: cpu or cuda. one_machine: whether nodes share what computes."""
     found = [Question("product", side) for side in effort.sides[device]] + [Question("memory", effort.copied[device])]
     found += [Question("host", effort.copied[device] // 4)] if device == "cuda" else []
     ranks, sizes = spread.ranks, effort.messages[device]
@@ -86,6 +86,8 @@ def questions(device: str, spread: Spread, effort: Effort = CAREFUL) -> list[Que
             found += [Question(kind, size, is_far) for kind in COLLECTIVES for size in sizes]
     if ranks > 1 and (effort.beneath or device == "cpu" or spread.devices < ranks):
         found += [Question("computing", busy) for busy in range(2 if effort.beneath else ranks, ranks + 1)]
+    if spread.nodes > 1 and one_machine:
+        found += [Question("computing", spread.world, is_far=True)]
     if effort.beneath:
         for is_far, number in ((False, ranks), (True, spread.world)):
             if (spread.nodes if is_far else ranks) > 1:
@@ -144,9 +146,11 @@ class Seen:
 class Kept:
     """Where measurements of devices of one kind are kept, in one precision."""
 
-    def __init__(self, store: Store, device: torch.device, dtype: str, spread: Spread, effort: Effort) -> None:
+    def __init__(
+        self, store: Store, device: torch.device, dtype: str, spread: Spread, effort: Effort, one_machine: bool = True
+    ) -> None:
         self.store, self.dtype, self.spread, self.effort = store, dtype, spread, effort
-        self.name, self.asked = device_name(device), questions(device.type, spread, effort)
+        self.name, self.asked = device_name(device), questions(device.type, spread, effort, one_machine)
 
     def key(self, question: Question) -> dict[str, str | int]:
         return key_of(question, self.name, self.dtype, self.spread, self.effort)
@@ -228,7 +232,7 @@ def measure_joined(
     team, kept = team_of(context), None
     missing, keep = list[Question](), _ignore
     if context.rank == 0 and store is not None:
-        kept = Kept(store, torch.device(context.device), dtype, team.spread, effort)
+        kept = Kept(store, torch.device(context.device), dtype, team.spread, effort, team.one_machine)
         if fresh:
             kept.forget()
         missing = kept.missing()
@@ -245,7 +249,7 @@ def team_of(context: RankContext) -> Team:
     """What ranks say of their places; those of all nodes must be alike."""
     device = torch.device(context.device)
     where = f"{context.node}/{context.device if device.type == 'cuda' else context.rank}"
-    own = {"node": context.node, "where": where, "name": device_name(device)}
+    own = {"node": context.node, "where": where, "name": device_name(device), "machine": _machine(context)}
     if context.world == 1:
         return Team.of(context)
     context.store.set(f"{_PLACE} {context.rank}", json.dumps(own))
@@ -262,7 +266,14 @@ def team_of(context: RankContext) -> Team:
         counts = ", ".join(f"{len(ranks)} on node {node}" for node, ranks in sorted(nodes.items()))
         raise ConfigError(f"the nodes of this job have different numbers of ranks ({counts})", "start as many on each")
     spread = Spread(len(nodes[context.node]), devices[context.node], len(nodes))
-    return Team(context, spread, tuple(tuple(nodes[node]) for node in sorted(nodes)))
+    one_machine = len({place["machine"] for place in every}) == 1
+    return Team(context, spread, tuple(tuple(nodes[node]) for node in sorted(nodes)), one_machine)
+
+
+def _machine(context: RankContext) -> str:
+    """One that other nodes are on too is told by when it was started; where it does not say, each node is one."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    return boot.read_text() if boot.exists() else f"node {context.node}"
 
 
 def _agreed(context: RankContext, missing: list[Question]) -> list[Question]:

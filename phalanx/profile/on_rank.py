@@ -40,11 +40,13 @@ class Care(NamedTuple):
 
 @dataclass(frozen=True)
 class Team:
-    """A rank among all those that measure together. nodes: the ranks of each."""
+    """A rank among all those that measure together. nodes: the ranks of each. one_machine: whether the nodes are parts
+    of one machine."""
 
     context: RankContext
     spread: Spread
     nodes: tuple[tuple[int, ...], ...]
+    one_machine: bool = True
 
     @staticmethod
     def of(context: RankContext) -> Team:

@@ -185,6 +185,8 @@ def test_questions_are_of_what_there_is() -> None:
         "computing beneath", "all_reduce beneath",
     }  # fmt: skip
     assert [q.size for q in questions("cpu", Spread(4, 4)) if q.kind == "computing"] == [2, 3, 4]
+    assert not any(q.kind == "computing" for q in questions("cpu", Spread(1, 1, 4), BRIEF))
+    assert Question("computing", 4, is_far=True) in questions("cpu", Spread(1, 1, 4), BRIEF, one_machine=True)
 
 
 def test_ranks_measure_what_they_do_to_each_other(pool: Any) -> None:
@@ -220,7 +222,8 @@ def test_ranks_of_several_nodes_measure_each_class_of_their_groups_and_one_proce
     classes = {(row.kind, row.key["ranks"], row.key["devices"], row.key["nodes"]) for row in rows}
     of_node, of_nodes = (2, 2, 1), (2, 2, 2)
     every = ("product", "memory", "computing", *COLLECTIVES)
-    assert classes == {(kind, *of_node) for kind in every} | {(kind, *of_nodes) for kind in COLLECTIVES}
+    both = ("computing", *COLLECTIVES)  # these nodes are parts of one machine
+    assert classes == {(kind, *of_node) for kind in every} | {(kind, *of_nodes) for kind in both}
     pool.run(joined, str(tmp_path), 2, world=4)
     assert Store(tmp_path / "p.sqlite").rows() == rows
     pool.run(joined, str(tmp_path), 1, world=4)
@@ -237,7 +240,9 @@ class Keys(dict[str, str]):
 def placed(*places: tuple[int, str]) -> Any:
     """Rank 0 of a job whose other ranks have said that they are on these nodes, with these devices."""
     store = Keys({
-        f"measured rank {rank}": json.dumps({"node": node, "where": f"{node}/{rank}", "name": name})
+        f"measured rank {rank}": json.dumps(
+            {"node": node, "where": f"{node}/{rank}", "name": name, "machine": f"of {name}"}
+        )
         for rank, (node, name) in enumerate(places, 1)
     })  # fmt: skip
     return SimpleNamespace(rank=0, world=1 + len(places), node=0, device="cpu", store=store)
@@ -245,7 +250,8 @@ def placed(*places: tuple[int, str]) -> Any:
 
 def test_ranks_that_are_not_alike_are_told_to_be_measured_apart() -> None:
     own = hardware.device_name(CPU)
-    assert team_of(placed((0, own), (1, own), (1, own))).spread == Spread(2, 2, 2)
+    team = team_of(placed((0, own), (1, own), (1, own)))
+    assert team.spread == Spread(2, 2, 2) and not team.one_machine
     with pytest.raises(ConfigError, match=r"have several kinds of devices \(.*NVIDIA T4\)") as caught:
         team_of(placed((1, "NVIDIA T4")))
     assert "a job with nodes of one kind" in caught.value.hint
