@@ -105,7 +105,7 @@ def test_ranks_of_nodes_that_are_parts_of_one_machine_get_on_faster_while_others
     cluster, software = on_cluster(Cluster.read("4x1 A100, network 100GB/s"), Software(), rates(far=crowd))
     assert software.crowded == 2.0 and software.one_machine
     apart = replace(software, one_machine=False)
-    model, plan = transformer("any", Shape(8, 1024, 8, 8, 4096, 1000, 1024)), Plan(pp=4, mb=2)
+    model, plan = transformer("any", Shape(8, 1024, 8, 8, 4096, 1000, 1024)), Plan(pp=4, mb=2, stages=(3, 3, 2, 2))
     lab, real = (estimate(model, plan, cluster, shares, 16).parts for shares in (software, apart))
     assert real["bubble"] + real["computation"] > 1.3 * (lab["bubble"] + lab["computation"])
     near = replace(rates(), near=Talk(Spread(4, 4), {}, {"computing": ((4.0, 0.5),)}))
