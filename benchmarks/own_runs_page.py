@@ -10,7 +10,9 @@ import report
 from own_runs import HEADERS, choice, rows, summary
 
 RESULTS = Path(__file__).parent.parent / "docs" / "results"
-FILES = ("own_runs_gpu.json", "own_runs.json", "own_runs_x86.json", "own_runs_link.json")
+FILES = (
+    "own_runs_gpu.json", "own_runs.json", "own_runs_x86.json", "own_runs_link.json", "own_runs_link_x86.json",
+)  # fmt: skip
 INTRO = """# Our own runs: predicted beside measured
 
 Steps of many plans on four ranks, each predicted by simulating its program with what was measured apart from it: the

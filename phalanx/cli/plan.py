@@ -248,13 +248,14 @@ def _case(
 
 
 def _timed(path: Path, every: list[Row], work: ModelWork, cluster: Cluster, dtype: str) -> ModelWork:
-    """With the seconds of its blocks, where a profile has them of this model and length on the cluster's device."""
+    """With the seconds of its blocks, where a profile has them of this model and length on the cluster's device. What
+    runs measured in passing does not count."""
     from phalanx.planning.rates import is_of
     from phalanx.predict.from_profile import block_times
     from phalanx.profile.store import matching, of_newest_graphs
 
     wanted = cluster.nodes[0].device
-    rows = matching(every, model=work.name, dtype=dtype, tokens=work.tokens)
+    rows = matching(every, model=work.name, dtype=dtype, tokens=work.tokens, by="profile")
     own = [row for row in rows if is_of(str(row.key.get("device")), wanted)]
     # Of measurements beside several numbers of other ranks, those of as many as the cluster's nodes have devices.
     counts = {ranks for row in own if isinstance(ranks := row.key.get("ranks"), int)}

@@ -40,8 +40,9 @@ class Software:
     whether those of all nodes share it, as in a lab. step, micro_batch: seconds besides. gradient: bytes of a
     parameter's gradient sum, kept and reduced; logits: of each logit, where tensor-parallel ranks all have them whole.
     reserved: bytes that libraries keep of a device's memory; slack: share of the rest that an allocator cannot use.
-    host_updates: parameters that the host updates in a second for each device (3.8e9 measured on 16 cores). host_copies: bytes/s each way that the memory of a node reaches.
-    host_memory: of a device's own memory, how many times as much it may use of its host's.
+    host_updates: parameters that the host updates in a second for each device (3.8e9 measured on 16 cores).
+    host_copies: bytes/s each way that the memory of a node reaches. host_memory: of a device's own memory, how many
+    times as much it may use of its host's.
     """
 
     products: float = 0.72

@@ -9,9 +9,11 @@ that compute for long are known well enough by rates.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from phalanx.launch.context import RankContext
 from phalanx.model.segment.compile import resolve_mode
+from phalanx.profile.hardware import BRIEF
 from phalanx.profile.model import Size, Subject, measure_joined
 from phalanx.profile.segments import Effort
 from phalanx.profile.store import Say, Store
@@ -28,7 +30,7 @@ def measure_blocks(
 ) -> None:
     """All ranks come here. store, sizes: rank 0's."""
     if resolve_mode(subject.compile, subject.device) == "off":
-        measure_joined(context, store, subject, sizes, EFFORT, SECONDS, say)
+        measure_joined(context, store, replace(subject, by=BRIEF.by), sizes, EFFORT, SECONDS, say)
 
 
 def sizes_of(world: int, batch_size: int, heads: int, flops: float, rate: float) -> list[Size]:

@@ -12,7 +12,7 @@ import json
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import NamedTuple
 
@@ -31,9 +31,9 @@ from phalanx.plan.plan import Plan
 from phalanx.planning.work import Times
 from phalanx.predict.from_profile import block_times
 from phalanx.profile.beside import Together
-from phalanx.profile.hardware import device_name
+from phalanx.profile.hardware import CAREFUL, device_name
 from phalanx.profile.segments import PARTS, Effort, Meet, Segments, SegmentTimes, alone, time_segment
-from phalanx.profile.store import Key, Row, Say, Store, matching
+from phalanx.profile.store import Key, Row, Say, Store, careful_first, matching, torch_version
 from phalanx.tasks.base import Batch
 
 EFFORT = Effort()
@@ -52,7 +52,7 @@ class Size(NamedTuple):
 @dataclass(frozen=True)
 class Subject:
     """What is measured. samples: so many, as the model is given them. ranks: that compute at the same time. compile:
-    how segments are compiled."""
+    how segments are compiled. by: whom, with more or less care."""
 
     spec: ModelSpec
     captured: Captured
@@ -61,6 +61,7 @@ class Subject:
     ranks: int
     samples: Callable[[int], Batch]
     compile: str = "auto"
+    by: str = CAREFUL.by
 
     @staticmethod
     def synthetic(
@@ -89,7 +90,7 @@ class Subject:
         return {
             "model": self.spec.name, "block": self.first_blocks()[template], "graph": template, "degree": size.degree,
             "samples": size.samples, "tokens": self.length, "dtype": self.dtype, "device": device_name(self.device),
-            "ranks": self.ranks, "torch": torch.__version__.split("+")[0],
+            "ranks": self.ranks, "torch": torch_version(), "by": self.by,
         }  # fmt: skip
 
 
@@ -137,6 +138,11 @@ def measure(
 
 
 def _is_known(store: Store, subject: Subject, size: Size) -> bool:
+    """With as much care or more."""
+    return any(_has_all(store, own, size) for own in (subject, replace(subject, by=CAREFUL.by)))
+
+
+def _has_all(store: Store, subject: Subject, size: Size) -> bool:
     keys = [subject.key(template, size) for template in subject.first_blocks()]
     return all(store.get(f"block {part}", key) is not None for key in keys for part in PARTS)
 
@@ -245,8 +251,8 @@ def times_here(
     rows: list[Row], captured: Captured, dtype: str, device: torch.device, ranks: int, tokens: int
 ) -> dict[str, Times]:
     """By the name of the first block of each template: what was measured of exactly these graphs, here, by this version
-    of torch."""
-    version = torch.__version__.split("+")[0]
+    of torch; with care, else by a run."""
     graphs = {block.template for block in captured.blocks.blocks}
-    own = matching(rows, dtype=dtype, device=device_name(device), ranks=ranks, tokens=tokens, torch=version)
+    here = {"device": device_name(device), "ranks": ranks, "torch": torch_version()}
+    own = careful_first(list(matching(rows, dtype=dtype, tokens=tokens, **here)), CAREFUL.by)
     return block_times([(row.kind, row.key, row.value) for row in own if row.key.get("graph") in graphs])

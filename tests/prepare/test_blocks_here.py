@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from phalanx.launch.context import RankContext
 from phalanx.launch.worker_pool import WorkerPool
 from phalanx.prepare.blocks_here import measure_blocks, sizes_of
 from phalanx.profile.model import Size, Subject, times_here
+from phalanx.profile.segments import PARTS
 from phalanx.profile.store import Store
 
 
@@ -45,6 +47,22 @@ def test_ranks_of_a_job_measure_blocks_together_and_only_what_is_not_known(pool:
     assert known and all(set(own) == {1, 2} for own in known.values())
     rows = Store(path).rows()
     assert pool.run(measured, path, sizes, "auto", world=2) == [[], []] and Store(path).rows() == rows
+
+
+def test_what_was_measured_with_care_stands_before_what_a_run_measured(pool: WorkerPool, tmp_path: Path) -> None:
+    store, size = Store(tmp_path / "p.sqlite"), Size(1, 2)
+    spec, captured = capture_model("gpt2", None, "float32", tiny=True)
+    careful = Subject.synthetic(spec, captured, "float32", torch.device("cpu"), 2, 16)
+    for by, seconds in (("run", 1.0), ("profile", 5.0)):
+        for template in careful.first_blocks():
+            for part in PARTS:
+                store.put(f"block {part}", replace(careful, by=by).key(template, size), seconds)
+        known = times_here(store.rows(), captured, "float32", torch.device("cpu"), 2, 16)
+        assert {own.forward for by_degree in known.values() for own in by_degree[1]} == {seconds}
+    for template in careful.first_blocks():
+        for part in PARTS:
+            store.forget(f"block {part}", replace(careful, by="run").key(template, size))
+    assert pool.run(measured, tmp_path / "p.sqlite", [size], "auto", world=2) == [[], []]
 
 
 def test_segments_that_are_compiled_are_not_measured_by_a_run(pool: WorkerPool, tmp_path: Path) -> None:
