@@ -125,6 +125,16 @@ class Mix(NamedTuple):
     seconds: float
 
 
+class _Table(NamedTuple):
+    """Rows of counts, the quickest first. kept: bytes that a micro-batch keeps; peak: the most that layers of the one
+    at work need, with what came before them; state: of parameters."""
+
+    rows: NDArray[np.int64]
+    kept: Numbers
+    peak: Numbers
+    state: Numbers
+
+
 class Mixer:
     """Of one layer on one device: its options, and what so many such layers take at least."""
 
@@ -135,7 +145,7 @@ class Mixer:
             np.array([getattr(option, name) for option in self._options]) for name in names
         )
         self.fastest = min(self._options, key=lambda option: option.seconds)
-        self._rows: dict[tuple[int, Ends], tuple[NDArray[np.int64], Numbers, Numbers]] = {}
+        self._tables: dict[int, _Table] = {}
 
     def best(self, num_layers: int, held: float, room: float, ends: Ends) -> Mix | None:
         """held: micro-batches whose activations are there at once. room: bytes for activations and what is at work.
@@ -143,10 +153,12 @@ class Mixer:
         quick = self._quick(num_layers, held, room, ends)
         if quick is not None or not num_layers:
             return quick
-        rows, kept, peak = self._table(num_layers, ends)
-        fits = (held - 1) * kept + peak <= room
+        table = self._table(num_layers)
+        whole = ends.first_kept + table.kept + ends.last_kept
+        peak = np.maximum(ends.first_kept + np.maximum(table.peak, ends.first_working), whole + ends.last_working)
+        fits = (held - 1) * whole + peak + table.state <= room
         first = int(fits.argmax())  # the quickest are first
-        return self._mix(rows[first]) if fits[first] else None
+        return self._mix(table.rows[first]) if fits[first] else None
 
     def _quick(self, num_layers: int, held: float, room: float, ends: Ends) -> Mix | None:
         """All layers with the fastest option, where that fits: nothing is faster."""
@@ -159,22 +171,15 @@ class Mixer:
             return None
         return Mix(((option, num_layers),) if num_layers else (), num_layers * option.seconds)
 
-    def _table(self, num_layers: int, ends: Ends) -> tuple[NDArray[np.int64], Numbers, Numbers]:
-        """Rows of counts, the quickest first, with the bytes that a micro-batch keeps and the most that the one at work
-        needs."""
-        key = (num_layers, ends)
-        if key not in self._rows:
+    def _table(self, num_layers: int) -> _Table:
+        if num_layers not in self._tables:
             rows = counts(num_layers, len(self._options))
-            kept: Numbers = ends.first_kept + np.cumsum(rows * self._kept, axis=1, dtype=np.float64)
+            rows = rows[np.argsort(rows @ self._seconds, kind="stable")]
+            kept: Numbers = np.cumsum(rows * self._kept, axis=1, dtype=np.float64)
             first = kept - (rows - 1) * self._kept  # where a layer frees less than it leaves, its first needs most
-            moments = np.where(rows > 0, np.maximum(kept, first) + self._working, 0.0).max(axis=1)
-            whole = kept[:, -1] + ends.last_kept
-            peak = np.maximum(np.maximum(moments, ends.first_kept + ends.first_working), whole + ends.last_working)
-            if self._state.any():
-                peak = peak + (rows * self._state).sum(axis=1)
-            order = np.argsort(rows @ self._seconds, kind="stable")
-            self._rows[key] = (rows[order], whole[order], peak[order])
-        return self._rows[key]
+            peak = np.where(rows > 0, np.maximum(kept, first) + self._working, 0.0).max(axis=1)
+            self._tables[num_layers] = _Table(rows, kept[:, -1], peak, rows @ self._state)
+        return self._tables[num_layers]
 
     def _mix(self, row: NDArray[np.int64]) -> Mix:
         pairs = tuple((option, int(n)) for option, n in zip(self._options, row, strict=True) if n)
