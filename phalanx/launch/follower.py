@@ -21,7 +21,7 @@ from phalanx.errors import BeginAnew, LinkError, StoreError
 from phalanx.launch.abort import Late, within
 from phalanx.launch.lifeline import Lifeline
 from phalanx.launch.membership import Generation
-from phalanx.launch.processes import Process
+from phalanx.launch.process import Process
 from phalanx.launch.rank_main import Event, Job
 from phalanx.launch.renewal import OnLoss
 from phalanx.launch.signals import stop_request

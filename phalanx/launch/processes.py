@@ -13,7 +13,6 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from subprocess import DEVNULL, Popen, TimeoutExpired
 from typing import Any
@@ -22,6 +21,7 @@ from phalanx.errors import RankError
 from phalanx.launch import early
 from phalanx.launch.handles import Handle
 from phalanx.launch.orphans import STORE
+from phalanx.launch.process import Process, how_it_ended
 from phalanx.launch.server import MOST_ADOPTED, Begin, End, Ended, Fork, Forked, Host, Hosted, Ready
 from phalanx.launch.torch_defaults import torch_defaults
 from phalanx.launch.wire import Wire
@@ -29,81 +29,6 @@ from phalanx.launch.wire import Wire
 _START_SECONDS = 120.0
 _END_SECONDS = 10.0
 _MORE_SERVERS = 2  # that are tried where the server ends when it is needed
-_UNSEEN = 256  # in place of an exit code that nobody saw
-_ENDING, _STATUS = ("Z", "X"), 49  # of /proc/…/stat: states in which no thread runs, and where the status stands
-
-
-@dataclass
-class Process:
-    """One rank's process; `code` is None as long as it lives, then its exit code or minus the signal. is_orphan: the
-    server that started it is gone, and nobody will say how it ended."""
-
-    rank: int
-    pid: int
-    wire: Wire
-    log: Path | None
-    code: int | None = None
-    cause: str = ""  # what happened to it, where that is known better than by its code
-    handle: Handle | None = None  # None of one on another machine
-    is_orphan: bool = False
-
-    def __post_init__(self) -> None:
-        self.handle = Handle(self.pid)
-
-    @property
-    def stopped(self) -> bool:
-        """Whether it was stopped by a signal (SIGSTOP) and can do nothing."""
-        return _seen(self.pid)[0] == "T"
-
-    @property
-    def how_ended(self) -> str:
-        """Once it is gone: 'was killed by signal SIGKILL'."""
-        if self.cause or self.code is None:
-            return self.cause or "ended"
-        if self.code == _UNSEEN:
-            return "ended, nobody saw how"
-        return _how(self.code)
-
-    def look(self) -> None:
-        """Takes note if it will never run again. Its parent learns so only when all that it had is given back, which
-        takes most of a second where it had the memory of a GPU."""
-        if self.code is not None:
-            return
-        is_gone = self.is_orphan and self.handle is not None and self.handle.gone
-        state, status = _seen(self.pid)
-        if state in _ENDING:
-            self.code = os.waitstatus_to_exitcode(status)
-        elif is_gone:
-            self.code = _UNSEEN
-
-    @property
-    def gone(self) -> bool:
-        """Whether it has ended, as far as can be seen from here."""
-        self.look()
-        return self.code is not None or (self.handle is not None and self.handle.gone)
-
-    def send(self, number: int) -> None:
-        """Without the fork server, which may itself be stopped."""
-        if self.code is None and self.handle is not None:
-            self.handle.send(number)
-
-    def hand(self, job: Any, descriptors: tuple[int, ...]) -> None:
-        """A job, with the files that belong to it."""
-        self.wire.send(job, descriptors)
-
-    def close(self) -> None:
-        self.wire.close()
-        if self.handle is not None:
-            self.handle.close()
-
-    def last_output(self, num_lines: int = 20) -> list[str]:
-        """What it wrote last, where that was not shown."""
-        if self.log is None or not self.log.exists():
-            return []
-        with self.log.open("rb") as file:
-            file.seek(max(0, self.log.stat().st_size - 16384))
-            lines = file.read().decode(errors="replace").splitlines()[-num_lines:]
-        return [line[:200] for line in lines]
 
 
 class Processes:
@@ -215,7 +140,8 @@ class Processes:
         self._hear()
         if self._num_unready > most_unready:
             return False
-        print(f"the process that starts ranks {_how(code)}; another takes its place", file=sys.stderr, flush=True)
+        how = how_it_ended(code)
+        print(f"the process that starts ranks {how}; another takes its place", file=sys.stderr, flush=True)
         for process in (*self.alive.values(), *self._buried):
             process.is_orphan = True
         self.control.close()
@@ -308,36 +234,3 @@ def _started_server() -> tuple[Popen[bytes], Wire]:
     )  # fmt: skip
     theirs.close()
     return started, Wire(ours)
-
-
-def _how(code: int) -> str:
-    return f"was killed by signal {signal.Signals(-code).name}" if code < 0 else f"left with exit code {code}"
-
-
-def _seen(pid: int) -> tuple[str, int]:
-    """The kernel's letter for what a process does, and the status with which it ended; "" where they are unknown."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return "", 0
-    return fields[0], int(fields[_STATUS])
-
-
-def memory_kills() -> dict[str, int]:
-    """How many processes the kernel has ended for lack of memory, in our control group and on the whole machine, as far
-    as it says so."""
-    found: dict[str, int] = {}
-    for place, file in (("control group", _memory_events), ("machine", lambda: Path("/proc/vmstat"))):
-        with suppress(OSError, KeyError, ValueError):
-            found[place] = int(dict(line.split() for line in file().read_text().splitlines())["oom_kill"])
-    return found
-
-
-def _memory_events() -> Path:
-    """The counters of this process's control group; of version 1 of them, where that is what there is."""
-    groups = (line.split(":", 2) for line in Path("/proc/self/cgroup").read_text().splitlines())
-    places = {controllers: path.lstrip("/") for _, controllers, path in groups}
-    root = Path("/sys/fs/cgroup")
-    if "memory" in places:
-        return root / "memory" / places["memory"] / "memory.oom_control"
-    return root / places.get("", "") / "memory.events"

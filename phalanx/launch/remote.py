@@ -19,7 +19,8 @@ from typing import Any
 from phalanx.errors import LinkError
 from phalanx.launch.lifeline import Lifelines
 from phalanx.launch.membership import Generation
-from phalanx.launch.processes import Process, Processes
+from phalanx.launch.process import Process
+from phalanx.launch.processes import Processes
 from phalanx.launch.rank_main import Job
 from phalanx.launch.spread import (
     BEGIN_SILENCES,

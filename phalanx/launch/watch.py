@@ -7,25 +7,24 @@ user's attention.
 
 from __future__ import annotations
 
-import copy
-import os
 import signal
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from phalanx.errors import LateError, LinkError, PhalanxError, RankError, counted
-from phalanx.launch.abort import calls, read_stack
+from phalanx.errors import RankError
+from phalanx.launch.abort import read_stack
 from phalanx.launch.laggards import Laggards
-from phalanx.launch.processes import Process, Processes, memory_kills
+from phalanx.launch.memory_kills import memory_kills, who_kills
+from phalanx.launch.process import Process
+from phalanx.launch.processes import Processes
 from phalanx.launch.rank_main import Done, Event, Failed, Job, Left
 from phalanx.launch.renewal import Renewal
 from phalanx.launch.status_board import RunningClock, SilenceWatch, StatusBoard, StatusView
 from phalanx.launch.stillness import LONGEST_LOOK, STILL_SECONDS, Stillness, activity, activity_with_children
+from phalanx.launch.trouble import Trouble, loss_words, stalled, verdict
 
 _LAST_WORDS_SECONDS = 2.0  # for ranks to end by themselves when another one failed
-_MOST_SHOWN, _LAST_SHOWN = 16, 8  # ranks, and instructions of each
 _PATIENCE_SECONDS = 1.0  # for a lost rank to be noticed, once others have lost their connections
 _COME_SILENCES, _UNHURRIED = 4.0, ("start", "capture", "compile", "finished")  # for ranks to meet after a loss
 _WAITING = (
@@ -33,23 +32,6 @@ _WAITING = (
 )
 _WAITED_FOR = "a call keeps its main thread waiting, though not its heart; a larger silence waits longer"
 _FOLLOW_SECONDS = 10.0  # for ranks to follow one that left because of a signal; saving does not count
-
-
-@dataclass(frozen=True)
-class Trouble:
-    """One rank's: `failed` if it could still say so itself, else `cause`. `view` is what it was doing."""
-
-    rank: int
-    view: StatusView
-    cause: str = ""
-    hint: str = ""
-    failed: Failed | None = None
-    output: Sequence[str] = ()  # the last lines it wrote that nobody has seen
-    stack: Sequence[str] = ()  # where its main thread stands
-
-    @property
-    def is_consequence(self) -> bool:
-        return self.failed is not None and isinstance(self.failed.error, LinkError)
 
 
 class Watch:
@@ -139,15 +121,15 @@ class Watch:
         if process.cause:
             return Trouble(rank, self._view(rank), process.cause)
         if process.code is not None:
-            how, output = process.how_ended, self._output(rank)
-            return _died(rank, self._view(rank), process.code, how, output, self._memory_kills)
+            hint = who_kills(self._memory_kills, memory_kills()) if process.code == -signal.SIGKILL else ""
+            return Trouble(rank, self._view(rank), process.how_ended, hint, output=self._output(rank))
         if not self._processes.hears_of(rank):
             return None
         suspect = self._job.silence if process.stopped else None
         if (seconds := self._silence[rank].silent_for(self._glance(rank), suspect=suspect)) is None:
             return self._trouble_of_late(rank)
         stack = read_stack(self._job.stack_file(rank))
-        return _stalled(process, self._view(rank), seconds, self._output(rank), stack)
+        return stalled(process, self._view(rank), seconds, self._output(rank), stack)
 
     def _trouble_of_late(self, rank: int) -> Trouble | None:
         """One that lives, was told that another is lost, and does not come to meet the rest."""
@@ -179,7 +161,7 @@ class Watch:
 
     def _stands_still(self, rank: int, seconds: float) -> Trouble:
         stack = read_stack(self._job.stack_file(rank))
-        return _stalled(self._processes.alive[rank], self._view(rank), seconds, self._output(rank), stack)
+        return stalled(self._processes.alive[rank], self._view(rank), seconds, self._output(rank), stack)
 
     def _laggards_found(self) -> Iterator[Trouble]:
         """Those for which the others wait for too long, where losing one costs little."""
@@ -237,7 +219,7 @@ class Watch:
     def conclude(self) -> None:
         """Raise what the job ended with, if that is not success."""
         if self._troubles:
-            raise _verdict(list(self._troubles.values()), self._views, self._not_renewed)
+            raise verdict(list(self._troubles.values()), self._views, self._not_renewed)
         if self._left:
             code = self._left[min(self._left)].code
             raise KeyboardInterrupt if code is None else SystemExit(code)
@@ -269,7 +251,7 @@ class Watch:
         if self._done:
             self._not_renewed = "others had ended already"
             return False
-        words = _loss_words(trouble, self.members.index(trouble.rank), is_unready)
+        words = loss_words(trouble, self.members.index(trouble.rank), is_unready)
         # Whoever lost the others before it held anything is started again with them.
         return self._renewed([] if is_unready and trouble.is_consequence else [trouble.rank], words)
 
@@ -303,109 +285,3 @@ class Watch:
 
     def _output(self, rank: int) -> list[str]:
         return self._processes.alive[rank].last_output()
-
-
-def _loss_words(trouble: Trouble, rank: int, is_unready: bool) -> str:
-    """'rank 1 (stage 1) was killed by signal SIGKILL in step 7 at F1.0'. is_unready: it held nothing yet."""
-    view, failed = trouble.view, trouble.failed
-    name = f"rank {rank} ({view.place})" if view.place else f"rank {rank}"
-    name = f"the process that was to be rank {rank}" if is_unready else name
-    said = f"{name} {f'failed ({failed.message})' if failed is not None else trouble.cause} {view.where()}"
-    return f"{said}; it stands in {calls(trouble.stack)}" if trouble.stack else said
-
-
-def _died(
-    rank: int, view: StatusView, code: int, how: str, output: Sequence[str], kills_before: Mapping[str, int]
-) -> Trouble:
-    """A rank whose process ended in the middle of a job."""
-    hint = _who_kills(kills_before, memory_kills()) if code == -signal.SIGKILL else ""
-    return Trouble(rank, view, how, hint, output=output)
-
-
-def _who_kills(before: Mapping[str, int], now: Mapping[str, int]) -> str:
-    """What the kernel's counters say of a process that was killed."""
-    less = "give the ranks more memory, or them less to keep: more micro-batches (mb), recompute=yes, zero=1"
-    if now.get("control group", 0) > before.get("control group", 0):
-        return f"memory ran out: the kernel counts a kill for it in this job's control group; {less}"
-    if now.get("machine", 0) > before.get("machine", 0):
-        return f"memory may have run out: the kernel ended a process of this machine for it (dmesg says which); {less}"
-    if now:
-        return "not for lack of memory, by the kernel's count of such kills: a person, a scheduler or a program sent it"
-    return "the kernel does not say here whether memory ran out (dmesg may); a person or a scheduler may have sent it"
-
-
-def _stalled(
-    process: Process, view: StatusView, seconds: float, output: Sequence[str], stack: Sequence[str]
-) -> Trouble:
-    cause = f"stopped answering for {seconds:.0f} s"
-    if process.stopped:
-        hint = f"its process was stopped by a signal (kill -CONT {process.pid} would have let it go on)"
-    else:
-        hint = "a call keeps all its threads waiting, or the machine is overloaded; a larger silence waits longer"
-    return Trouble(process.rank, view, cause, hint, output=output, stack=stack)
-
-
-def _verdict(troubles: Sequence[Trouble], views: Mapping[int, StatusView], not_renewed: str = "") -> PhalanxError:
-    """The error to raise. `troubles` are in the order in which they were noticed. not_renewed: why the others did not
-    go on although they were to."""
-    silent = [trouble for trouble in troubles if trouble.failed is None]
-    spoken = [trouble for trouble in troubles if trouble.failed is not None and not trouble.is_consequence]
-    if not silent and spoken:
-        first = min(spoken, key=lambda trouble: trouble.rank)
-        assert first.failed is not None
-        if first.failed.error is not None and not isinstance(first.failed.error, RankError):
-            return _users_mistake(first, first.failed)
-    # Whoever was silent did not fail because of others; a consequence counts only where nothing else is known, and the
-    # first of those is who waited too long, since that made the others lose their connections.
-    late = [trouble for trouble in troubles if trouble.failed and isinstance(trouble.failed.error, LateError)]
-    return _rank_error((silent or spoken or late or troubles)[0], views, not_renewed)
-
-
-def _users_mistake(trouble: Trouble, failed: Failed) -> PhalanxError:
-    """The same error that this process would have raised had it looked itself."""
-    assert failed.error is not None
-    error = copy.copy(failed.error)
-    if trouble.rank > 0:
-        error.message = f"rank {trouble.rank}: {error.message}"
-        error.args = (f"{error.message}\n  → {error.hint}" if error.hint else error.message,)
-    if _debug():
-        error.add_note(failed.traceback)
-    return error
-
-
-def _rank_error(trouble: Trouble, views: Mapping[int, StatusView], not_renewed: str = "") -> RankError:
-    view = trouble.view
-    name = f"rank {trouble.rank} ({view.place})" if view.place else f"rank {trouble.rank}"
-    hint, text = trouble.hint, f"{name} {trouble.cause} {view.where()}"
-    if trouble.failed is not None:
-        error = trouble.failed.error
-        hint = error.hint if error else "" if _debug() else "PHALANX_DEBUG=1 shows the traceback"
-        text = error.message if trouble.is_consequence and error else (
-            f"{name} failed {view.where()}: {trouble.failed.message}"
-        )  # fmt: skip
-    lines = [text, *([f"  the others did not go on without it: {not_renewed}"] if not_renewed else [])]
-    if trouble.is_consequence:
-        others = (f"rank {rank} was {other.where()}" for rank, other in views.items() if rank != trouble.rank)
-        lines += [f"  meanwhile {other}" for other in others]
-    elif trouble.output:
-        lines += [f"  the last it wrote (rank {trouble.rank}):", *(f"    {line}" for line in trouble.output)]
-    if trouble.failed is None or trouble.is_consequence:
-        lines += _flight_record(views)
-    if trouble.stack:
-        lines += ["  where it stands, the innermost call first:", *(f"    {line}" for line in trouble.stack)]
-    if trouble.failed is not None and _debug():
-        lines.append(trouble.failed.traceback.rstrip())
-    return RankError("\n".join(lines), hint)
-
-
-def _flight_record(views: Mapping[int, StatusView]) -> list[str]:
-    """The last instructions of every rank when the trouble was noticed, of the first few ranks where there are many."""
-    known = {rank: view for rank, view in views.items() if view.recent}
-    shown = list(known.items())[:_MOST_SHOWN]
-    lines = [f"    rank {rank}, step {view.step}: {' '.join(view.recent[-_LAST_SHOWN:])}" for rank, view in shown]
-    more = [f"    … and {counted(len(known) - len(shown), 'other rank')}"] if len(known) > len(shown) else []
-    return ["  the last instructions of every rank, the newest last:", *lines, *more] if lines else []
-
-
-def _debug() -> bool:
-    return os.environ.get("PHALANX_DEBUG", "0") not in ("", "0")

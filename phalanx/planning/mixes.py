@@ -178,7 +178,7 @@ class Mixer:
             kept: Numbers = np.cumsum(rows * self._kept, axis=1, dtype=np.float64)
             first = kept - (rows - 1) * self._kept  # where a layer frees less than it leaves, its first needs most
             peak = np.where(rows > 0, np.maximum(kept, first) + self._working, 0.0).max(axis=1)
-            self._tables[num_layers] = _Table(rows, kept[:, -1], peak, rows @ self._state)
+            self._tables[num_layers] = _Table(rows, kept[:, -1], peak, (rows * self._state).sum(axis=1))
         return self._tables[num_layers]
 
     def _mix(self, row: NDArray[np.int64]) -> Mix:

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from phalanx.errors import RankError
-from phalanx.launch.processes import memory_kills
+from phalanx.launch.memory_kills import memory_kills
 from phalanx.launch.worker_pool import WorkerPool
 from tests import children
 from tests.faults.strike import is_alive
@@ -128,7 +128,7 @@ def test_a_silent_rank_is_told_with_where_it_stands(tmp_path: Path):
 
 
 SUSPENDED = """
-from phalanx.launch.processes import memory_kills
+from phalanx.launch.memory_kills import memory_kills
 from phalanx.launch.worker_pool import WorkerPool
 from tests.launch import jobs
 from tests.launch.test_worker_pool import main_thread_only, signal_when_under_way

@@ -26,7 +26,8 @@ from phalanx.launch.spread import Orders, Spread, orders_key, outcome_of, send, 
 from phalanx.launch.status_board import StatusBoard
 from phalanx.launch.store import JobStore, host_store
 from phalanx.launch.succession import Succession, newest_claim
-from phalanx.launch.watch import Trouble, Watch
+from phalanx.launch.trouble import Trouble
+from phalanx.launch.watch import Watch
 from phalanx.launch.worker_pool import WorkerPool
 from phalanx.prepare.did_not_fit import DoesNotFit, as_on_every_rank
 from tests.launch import jobs

@@ -25,7 +25,7 @@ from phalanx.launch.status_board import (
     StatusView,
     shown,
 )
-from phalanx.launch.watch import Trouble, _rank_error
+from phalanx.launch.trouble import Trouble, _rank_error
 
 
 def test_what_one_process_writes_another_reads(tmp_path: Path):
