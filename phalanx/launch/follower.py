@@ -135,8 +135,9 @@ class Follower:
         return self._orders
 
     def _read_generation(self) -> Generation:
-        key = Generation(self._orders.generation, ()).key
-        return read_record(Generation, self.spread.ranks_store.get(key))
+        """The newest; the one before while it is not in this store, but was in one that is lost."""
+        key, store = Generation(self._orders.generation, ()).key, self.spread.ranks_store
+        return read_record(Generation, store.get(key)) if store.check([key]) else self._newest
 
     def _within_patience(self, call: Callable[[], Any]) -> Any:
         """A link that is cut keeps a call waiting for long."""

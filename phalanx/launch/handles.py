@@ -1,6 +1,6 @@
 """A process itself and not its number, which may come to mean another once the process is gone.
 
-Where the system has no such thing (pidfds, of Linux), the number has to do.
+Where the system has no such thing (pidfds, of Linux) or does not allow it, the number has to do.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ class Handle:
                 self.descriptor = os.pidfd_open(pid)
             except ProcessLookupError:
                 self._was_gone = True
+            except OSError:
+                pass  # an old kernel, or a container that does not allow it
 
     @property
     def gone(self) -> bool:

@@ -52,11 +52,9 @@ class Lifelines:
             line.close()
 
     def _take(self) -> None:
-        with contextlib.suppress(BlockingIOError):
-            while True:
-                line, _ = self._listener.accept()
-                line.setblocking(False)
-                nonce = self._strangers[line] = secrets.token_hex(16)
+        while (line := self._accepted()) is not None:
+            nonce = self._strangers[line] = secrets.token_hex(16)
+            with contextlib.suppress(OSError):  # who is gone again is found below
                 line.send(f"{nonce}\n".encode())
         for line, nonce in tuple(self._strangers.items()):
             if (said := _received(line)) is not None:
@@ -66,6 +64,19 @@ class Lifelines:
                     self._open[name] = line
                 else:
                     line.close()
+
+
+    def _accepted(self) -> socket.socket | None:
+        """The next connection; one that broke before it was taken comes no more."""
+        while True:
+            try:
+                line, _ = self._listener.accept()
+            except BlockingIOError:
+                return None
+            except ConnectionError:
+                continue
+            line.setblocking(False)
+            return line
 
 
 def _received(line: socket.socket) -> bytes | None:
@@ -94,7 +105,8 @@ class Lifeline:
         said = _received(self._line) if self._line is not None else None
         if self._line is not None and said:
             proof = _proof(self._store.secret, said.decode(errors="replace").strip(), self._name)
-            self._line.send(f"{proof} {self._name}\n".encode())
+            with contextlib.suppress(OSError):  # where it broke, nothing more is received
+                self._line.send(f"{proof} {self._name}\n".encode())
         elif said == b"":
             self.close()
 

@@ -101,10 +101,14 @@ class Membership:
             if self._board.generation <= seen:
                 time.sleep(_LOOK_SECONDS)
                 continue
-            seen = self._board.generation
+            newest = self._board.generation
             try:
                 own = store.reached_at(self._board.store)
-                found = read_record(Generation, own.get(Generation(seen, ()).key))
+                key = Generation(newest, ()).key
+                if not own.check([key]):
+                    time.sleep(_LOOK_SECONDS)  # it was published in a store that is gone; another will be in this one
+                    continue
+                seen, found = newest, read_record(Generation, own.get(key))
             except StoreError:
                 continue  # whoever published it is gone already; another will
             if self.process in found.members:

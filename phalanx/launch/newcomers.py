@@ -1,7 +1,7 @@
 """Processes that come to a job that runs: started beside it, ready once they have prepared themselves.
 
-They are taken in with the next generation. A process that ended before it held anything, or was lost soon after it
-came, is waited with before it is started again, each time twice as long.
+They are taken in with the next generation. A process that ended or fell silent before it held anything, or was lost
+soon after it came, is waited with before it is started again, each time twice as long.
 """
 
 from __future__ import annotations
@@ -12,17 +12,20 @@ from collections.abc import Callable, Iterable
 
 from phalanx.launch.membership import Generation
 from phalanx.launch.processes import Processes
-from phalanx.launch.status_board import StatusBoard
+from phalanx.launch.status_board import RunningClock, SilenceWatch, StatusBoard
 
 _SOON_SECONDS = 60.0  # a process that is lost so soon after it came will be lost again
 _FIRST_WAIT, _LONGEST_WAIT = 1.0, 300.0
 
 
 class Newcomers:
-    """start: hands the job to a process that was just started."""
+    """start: hands the job to a process that was just started. silence: seconds without a sign of life."""
 
-    def __init__(self, processes: Processes, board: StatusBoard, start: Callable[[int, Generation], None]) -> None:
-        self._processes, self._board, self._start = processes, board, start
+    def __init__(
+        self, processes: Processes, board: StatusBoard, start: Callable[[int, Generation], None], silence: float
+    ) -> None:
+        self._processes, self._board, self._start, self._silence = processes, board, start, silence
+        self._clock, self._watched = RunningClock(), dict[int, SilenceWatch]()
         self._due: dict[int, float] = {}
         self._waited: dict[int, float] = {}  # how long, before processes were started again
         self._came: dict[int, float] = {}  # since when those of them hold something
@@ -66,8 +69,8 @@ class Newcomers:
 
     def start_due(self, now: Generation) -> list[int]:
         """Those that were started. now: what the job is like."""
-        for process in [each for each in self._coming if self._processes.alive[each].gone]:
-            self.give_up(process, self._processes.alive[process].how_ended)
+        for process, how in [(each, how) for each in self._coming if (how := self._how_lost(each))]:
+            self.give_up(process, how)
         due = self.due()
         self.leave(due)
         for process in due:
@@ -75,8 +78,18 @@ class Newcomers:
             if process not in self._processes.alive:  # else one that an earlier job left idle
                 self._processes.start_one(process)
             self._coming[process] = now.number
+            self._watched[process] = SilenceWatch(self._clock, self._silence)
             self._start(process, now)
         return due
+
+    def _how_lost(self, process: int) -> str | None:
+        """In words; None of one that lives."""
+        if self._processes.alive[process].gone:
+            return self._processes.alive[process].how_ended
+        if not self._processes.hears_of(process):
+            return None
+        seconds = self._watched[process].silent_for(self._board.slots[process].read(with_recent=False))
+        return None if seconds is None else f"stopped answering for {seconds:.0f} s"
 
     def is_coming(self, process: int) -> bool:
         return process in self._coming

@@ -55,43 +55,47 @@ class Wards:
     def let_go(self, folder: Path, saves: bool = True) -> int:
         """Returns when nobody is left: the exit code. folder: of the pool, which is cleared away. saves: not where
         ranks of other nodes go on without these."""
-        ranks = self._ranks()
-        trained = saves and bool(ranks) and _train(ranks, folder)
-        if trained:
+        training = _training(self._alive(), folder) if saves else []
+        if training:
             os.write(2, _SAID)
-            self._ask_to_stop()
-            self._wait(len(ranks))
+            self._ask_to_stop(training)
+            self._wait(training)
         self.end_all()
         shutil.rmtree(folder, ignore_errors=True)
-        return int(trained)
+        return int(bool(training))
 
-    def _ranks(self) -> list[int]:
-        """Of which the processes live."""
+    def _alive(self) -> list[int]:
+        """Ranks of which the processes live."""
         list(self.take_ended())
         adopted = [rank for rank, handle in self._adopted.items() if not handle.gone]
         return [rank for rank in (*self._children.values(), *adopted) if rank != STORE]
 
-    def _ask_to_stop(self) -> None:
+    def _ask_to_stop(self, ranks: Collection[int]) -> None:
         for pid, rank in self._children.items():
-            if rank != STORE:
+            if rank in ranks:
                 os.kill(pid, signal.SIGTERM)
         for rank, handle in self._adopted.items():
-            if rank != STORE:
+            if rank in ranks:
                 handle.send(signal.SIGTERM)
 
-    def _wait(self, num_ranks: int) -> None:
-        """Until all have ended, or time is over."""
-        deadline = time.monotonic() + _LONGEST_SECONDS
-        while (left := len(self._ranks())) and time.monotonic() < deadline:
+    def _wait(self, ranks: Collection[int]) -> None:
+        """Until all of them have ended, or time is over."""
+        deadline, num_ranks = time.monotonic() + _LONGEST_SECONDS, len(ranks)
+        while (left := len({*ranks} & {*self._alive()})) and time.monotonic() < deadline:
             time.sleep(_LOOK_SECONDS)
             if left < num_ranks:
                 deadline, num_ranks = min(deadline, time.monotonic() + _FOLLOW_SECONDS), 0
 
 
-def _train(ranks: Collection[int], folder: Path) -> bool:
-    """Whether all of them have something to save, or know that they are not to."""
+def _training(ranks: Collection[int], folder: Path) -> list[int]:
+    """Those that take part in a job, if all of these have something to save, or know that they are not to. Of a job
+    that survives losses they have said so; processes that come to it, or replace some, hear it from these. Others of a
+    pool may have nothing to do."""
     try:
         board = StatusBoard.open(folder / "board")
     except OSError:
-        return False
-    return all(board.slots[rank].read().phase in _TRAINING for rank in ranks)
+        return []
+    views = {rank: board.slots[rank].read() for rank in ranks}
+    parts = [rank for rank in ranks if board.slots[rank].guarded]
+    parts = parts or [rank for rank, view in views.items() if view.phase != "start" or view.step >= 0]
+    return parts if all(views[rank].phase in _TRAINING for rank in parts) else []

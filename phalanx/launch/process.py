@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -70,8 +71,9 @@ class Process:
             self.handle.send(number)
 
     def hand(self, job: Any, descriptors: tuple[int, ...]) -> None:
-        """A job, with the files that belong to it."""
-        self.wire.send(job, descriptors)
+        """A job, with the files that belong to it. That a process is gone is noticed as ever."""
+        with suppress(ConnectionError):
+            self.wire.send(job, descriptors)
 
     def close(self) -> None:
         self.wire.close()

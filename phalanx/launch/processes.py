@@ -88,7 +88,9 @@ class Processes:
             self._store = None
 
     def start(self, num_ranks: int) -> None:
-        """Have ranks 0 … num_ranks-1."""
+        """Have ranks 0 … num_ranks-1, other processes for those that are gone since the last job."""
+        for rank in [rank for rank, process in self.alive.items() if process.gone]:
+            self.bury(rank)
         self._start([rank for rank in range(num_ranks) if rank not in self.alive])
 
     def _start(self, missing: Sequence[int]) -> None:
@@ -182,15 +184,11 @@ class Processes:
             if process.pid == ended.pid:
                 process.code = ended.code
 
-    def deliver(self, number: int) -> None:
-        """Send a signal to every rank."""
-        for process in self.alive.values():
-            process.send(number)
-
     def end(self) -> None:
         """Kill every rank and wait until they are gone."""
         deadline = time.monotonic() + _END_SECONDS
-        self.deliver(signal.SIGKILL)
+        for process in self.alive.values():
+            process.send(signal.SIGKILL)
         while not all(process.gone for process in self.alive.values()) and time.monotonic() < deadline:
             time.sleep(0.002)
             self.note_ended()

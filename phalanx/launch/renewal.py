@@ -40,8 +40,9 @@ class Renewal:
     ) -> None:  # fmt: skip
         self._processes, self._board, self._job, self.store, self._least = processes, board, job, store, least
         self.on_loss, self._start, self.generation = on_loss, start, job.members
-        self.newcomers = Newcomers(processes, board, self._ahead)
+        self.newcomers = Newcomers(processes, board, self._ahead, job.silence)
         self._finished, self._in_a_row = dict[int, int](), 0  # steps by process, when ranks were lost the last time
+        self._ends = False
         board.let_grow(True)
 
     def renew(self, lost: Sequence[int], words: Sequence[str]) -> str | None:
@@ -98,19 +99,24 @@ class Renewal:
     def tend(self) -> list[int]:
         """Starts processes that are expected, and asks ranks to meet those that are ready; those that were started."""
         now = self.generation
+        if self._ends:
+            return []
         if self._board.wanted <= len(now.members):
             self._board.want(0)
         self.newcomers.note(now.members)
         if (wanted := max(self._board.wanted, self._least if now.waits else 0)) > len(now.members):
             self.newcomers.fill(wanted, now)
-        started = self.newcomers.start_due(now)
+        started = self.newcomers.start_due(now) if self._can_prepare() else []
         num_ready = len(self.newcomers.ready())
         self._board.invite(num_ready > 0 and len(now.members) + num_ready >= self._least)
         return started
 
-    def wait_no_more(self) -> bool:
-        """From now on fewer ranks go on, too. Whether the ranks that are left wait."""
-        self._least = 1
+    def wind_down(self) -> bool:
+        """The job is to end: nobody comes to it any more, and fewer ranks go on, too. Whether those that are left wait
+        for others."""
+        self._least, self._ends = 1, True
+        self.newcomers.dismiss()
+        self._board.invite(False)
         return self.generation.waits
 
     def all_wait(self) -> bool:
@@ -133,6 +139,10 @@ class Renewal:
         """Whether the ranks have told of what happened before this generation."""
         first = self._board.slots[self.generation.members[0]]
         return first.entered >= self.generation.number and first.has_told
+
+    def _can_prepare(self) -> bool:
+        """Whether the ranks have said what a process that comes to them prepares itself for."""
+        return self.generation.number == 0 or self.generation.waits or self._is_told()
 
     def _ahead(self, process: int, now: Generation) -> None:
         members = (*now.members, process)

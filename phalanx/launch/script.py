@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from phalanx.errors import ConfigError
+from phalanx.launch.signals import StopSignal, stop_signal
 
 _TICK_SECONDS = 0.1
 _LEAVE_SECONDS = 15.0  # for ranks to find out, and say, why another one failed
@@ -26,14 +27,15 @@ def launch_script(script: str, arguments: Sequence[str], ranks: int) -> int:
     if not Path(script).is_file():
         raise ConfigError(f"there is no script {script!r}", "give the path of a Python file")
     port = _free_port()
-    processes = [_start([sys.executable, script, *arguments], rank, ranks, port) for rank in range(ranks)]
-    try:
-        return _wait(processes)
-    except KeyboardInterrupt:  # which the terminal sends to all
-        _wait(processes)
-        raise
-    finally:
-        _end(processes)
+    with stop_signal() as stop:
+        processes = [_start([sys.executable, script, *arguments], rank, ranks, port) for rank in range(ranks)]
+        try:
+            code = _wait(processes, stop)
+        finally:
+            _end(processes)
+    if stop.signals:
+        raise KeyboardInterrupt if stop.signals[0] == signal.SIGINT else SystemExit(128 + stop.signals[0])
+    return code
 
 
 def _start(command: list[str], rank: int, world: int, port: int) -> subprocess.Popen[bytes]:
@@ -45,10 +47,15 @@ def _start(command: list[str], rank: int, world: int, port: int) -> subprocess.P
     return subprocess.Popen(command, env={**threads, **os.environ, **{k: str(v) for k, v in place.items()}})
 
 
-def _wait(processes: Sequence[subprocess.Popen[bytes]]) -> int:
-    """Until all have ended, or a while after one has failed."""
-    deadline, failed = float("inf"), 0
+def _wait(processes: Sequence[subprocess.Popen[bytes]], stop: StopSignal) -> int:
+    """Until all have ended, or a while after one has failed. A terminal tells all of them to stop, who sends SIGTERM
+    often only this process."""
+    deadline, failed, passed_on = float("inf"), 0, False
     while any(process.poll() is None for process in processes) and time.monotonic() < deadline:
+        if signal.SIGTERM in stop.signals and not passed_on:
+            passed_on = True
+            _send(processes, signal.SIGTERM)
+        stop.require_patience()
         failed = failed or next((code for process in processes if (code := process.poll())), 0)
         if failed and deadline == float("inf"):
             deadline = time.monotonic() + _LEAVE_SECONDS
@@ -60,12 +67,18 @@ def _wait(processes: Sequence[subprocess.Popen[bytes]]) -> int:
 
 def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
     for signal_ in (signal.SIGTERM, signal.SIGKILL):
-        running = [process for process in processes if process.poll() is None]
-        for process in running:
-            process.send_signal(signal_)
+        running = _send(processes, signal_)
         deadline = time.monotonic() + 5.0
         while any(process.poll() is None for process in running) and time.monotonic() < deadline:
             time.sleep(_TICK_SECONDS)
+
+
+def _send(processes: Sequence[subprocess.Popen[bytes]], number: int) -> list[subprocess.Popen[bytes]]:
+    """To those that run, which are these."""
+    running = [process for process in processes if process.poll() is None]
+    for process in running:
+        process.send_signal(number)
+    return running
 
 
 def _free_port() -> int:

@@ -1,7 +1,8 @@
 """Ctrl-C, SIGTERM and SIGHUP as a request to stop, to a rank and to a process that supervises ranks.
 
 A rank's first signal lets the step finish and be saved, the second means it. A supervisor only notes signals and passes
-them on: saying what will happen is the ranks' business.
+them on: saying what will happen is the ranks' business. Whoever manages jobs often tells all processes of one, and a
+rank hears the same from its supervisor a moment later: that is one signal.
 """
 
 from __future__ import annotations
@@ -9,11 +10,13 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any
 
+_ONE_SECONDS = 0.3  # in which signals that come are one
 _NOT_SAVED = "once more: stopping at once; the steps since the newest checkpoint are lost"
 
 
@@ -29,6 +32,19 @@ def say(number: int, text: str) -> None:
         os.write(2, f"\n{signal.Signals(number).name}: {text}\n".encode())
 
 
+class _Counted:
+    """Signals, of which those that come together are one."""
+
+    def __init__(self) -> None:
+        self._came = float("-inf")
+
+    def is_another(self) -> bool:
+        now = time.monotonic()
+        is_another = now - self._came > _ONE_SECONDS
+        self._came = now if is_another else self._came
+        return is_another
+
+
 class StopRequest:
     """`signal` is what asked the run to stop, None as long as nothing has."""
 
@@ -38,10 +54,12 @@ class StopRequest:
 @contextmanager
 def stop_request(speaks: bool = True) -> Iterator[StopRequest]:
     """Within it the first signal is noted and, if it `speaks`, answered; a second one acts as it would without us."""
-    request = StopRequest()
+    request, counted = StopRequest(), _Counted()
     before: dict[signal.Signals, Any] = {}
 
     def note(number: int, frame: FrameType | None) -> None:
+        if not counted.is_another():
+            return
         if request.signal is None:
             request.signal = signal.Signals(number)
             if speaks:
@@ -73,8 +91,13 @@ class StopSignal:
 @contextmanager
 def stop_signal() -> Iterator[StopSignal]:
     """Within it these signals are noted instead of acting."""
-    stop = StopSignal()
-    with _handled_by(lambda number, frame: stop.signals.append(number), {}):
+    stop, counted = StopSignal(), _Counted()
+
+    def note(number: int, frame: FrameType | None) -> None:
+        if counted.is_another():
+            stop.signals.append(number)
+
+    with _handled_by(note, {}):
         yield stop
 
 

@@ -22,6 +22,7 @@ from phalanx.launch.store import JobStore
 from phalanx.launch.succession import Succession
 from phalanx.records import read_record
 
+_LONGEST_TEXT = 20_000  # characters of what a process says of its failure
 BEGIN_SILENCES = 10.0  # before the first word of a supervisor, on either side
 _LATEST = 0.3  # seconds that one look counts for at most, of whoever watches another
 
@@ -127,8 +128,16 @@ def told(outcome: Done | Left | Failed) -> dict[str, Any]:
     if isinstance(outcome, Left):
         return {"kind": "left", "code": outcome.code}
     error = outcome.error
-    ours = None if error is None else [type(error).__name__, error.message, error.hint, error.again]
-    return {"kind": "failed", "error": ours, "text": outcome.text, "traceback": outcome.traceback}
+    ours = None if error is None else [type(error).__name__, _clipped(error.message), error.hint, error.again]
+    text, traceback = _clipped(outcome.text), _clipped(outcome.traceback)
+    return {"kind": "failed", "error": ours, "text": text, "traceback": traceback}
+
+
+def _clipped(text: str) -> str:
+    """Of what goes through the store again and again, the beginning and the end."""
+    beyond = len(text) - _LONGEST_TEXT
+    half = _LONGEST_TEXT // 2
+    return text if beyond <= 0 else f"{text[:half]}\n… {beyond:,} characters …\n{text[-half:]}"
 
 
 _KINDS: dict[str, type[errors.PhalanxError]] = {

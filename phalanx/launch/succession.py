@@ -46,10 +46,15 @@ class Claim:
 
 def newest_claim(folder: Path) -> Claim | None:
     found = list[Claim]()
-    for path in folder.glob(_FILE.format("*")):
+    for path in _claimed_terms(folder):
         with contextlib.suppress(OSError, Malformed):
             found.append(read_record(Claim, path.read_bytes()))
     return max(found, key=lambda claim: claim.term, default=None)
+
+
+def _claimed_terms(folder: Path) -> list[Path]:
+    """Not what somebody is about to claim, who may not be the first."""
+    return [path for path in folder.glob(_FILE.format("*")) if path.name.rpartition("-")[2].isdecimal()]
 
 
 def live_claim(folder: Path) -> Claim | None:

@@ -30,6 +30,7 @@ _COME_SILENCES, _UNHURRIED = 4.0, ("start", "capture", "compile", "finished")  #
 _WAITING = (
     "fewer ranks are left than min_ranks: they keep what they have and wait for others; Ctrl-C ends the run, saved"
 )
+_SIGNALLED = "left because of a signal"
 _WAITED_FOR = "a call keeps its main thread waiting, though not its heart; a larger silence waits longer"
 _FOLLOW_SECONDS = 10.0  # for ranks to follow one that left because of a signal; saving does not count
 
@@ -76,12 +77,15 @@ class Watch:
             elif isinstance(message, Done):
                 self._done.add(rank)
                 self._board.slots[rank].enter("finished")
+            elif isinstance(message, Left | Failed) and self._is_coming(rank):
+                assert self._renewal is not None
+                how = _SIGNALLED if isinstance(message, Left) else f"failed ({message.message})"
+                self._renewal.newcomers.give_up(rank, how)
+            elif isinstance(message, Left) and self._is_unready(rank):
+                self._add(Trouble(rank, self._view(rank), _SIGNALLED))
             elif isinstance(message, Left):
                 self._left[rank] = message
                 self._board.slots[rank].enter("finished")
-            elif isinstance(message, Failed) and self._is_coming(rank):
-                assert self._renewal is not None
-                self._renewal.newcomers.give_up(rank, f"failed ({message.message})")
             elif isinstance(message, Failed):
                 self._add(Trouble(rank, self._view(rank), failed=message, output=self._output(rank)))
         return wire.closed
@@ -177,6 +181,9 @@ class Watch:
             stack = read_stack(self._job.stack_file(rank))
             yield Trouble(rank, self._view(rank), cause, _WAITED_FOR, output=self._output(rank), stack=stack)
 
+    def _is_unready(self, rank: int) -> bool:
+        return self._renewal is not None and rank in self._renewal.unready()
+
     def _is_coming(self, rank: int) -> bool:
         return self._renewal is not None and self._renewal.newcomers.is_coming(rank)
 
@@ -202,9 +209,12 @@ class Watch:
             self._renewed([], *([] if self._board.invited else [broke]))
             self._waiting.clear()
 
-    def stop(self) -> None:
-        """A signal asks the ranks to end; those that wait for others go on without them, to save."""
-        if self._renewal is not None and self._renewal.wait_no_more() and not self._troubles:
+    def stop(self, number: int) -> None:
+        """This signal asks the ranks to end, and is passed on to those that hold something: the others follow them.
+        Ranks that wait for processes to come go on without these, to save."""
+        for rank in [rank for rank in self.members if not self._is_unready(rank)]:
+            self._processes.alive[rank].send(number)
+        if self._renewal is not None and self._renewal.wind_down() and not self._troubles:
             self._renewed([])
 
     def over(self) -> bool:
@@ -242,7 +252,7 @@ class Watch:
         if self._renewal is None or self._left:
             return False
         is_told = trouble.failed is not None and trouble.failed.error is not None
-        is_unready = trouble.rank in self._renewal.unready()
+        is_unready = self._is_unready(trouble.rank)
         if is_told and not is_unready:
             return False
         if self.members[0] in self._done:

@@ -253,8 +253,7 @@ class WorkerPool:
                 heard = watch.take_fresh()
                 if stop.signals and not forwarded:
                     forwarded = stop.signals[0]
-                    self._processes.deliver(forwarded)
-                    watch.stop()
+                    watch.stop(forwarded)
                 stop.require_patience()
         watch.conclude()
 

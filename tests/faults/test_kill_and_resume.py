@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -99,6 +100,7 @@ class Interrupt:
         if record["step"] == 3:
             for _ in range(self.times):
                 signal.raise_signal(signal.SIGINT)
+                time.sleep(0.5)
 
 
 @pytest.fixture

@@ -175,6 +175,8 @@ class Signals:
         if hook == "on_step" and given[0]["step"] == 3:
             for _ in range(self._times):
                 signal.raise_signal(self._number)
+                signal.raise_signal(self._number)  # as one who tells every process of a job does
+                time.sleep(0.5)
 
 
 @pytest.mark.parametrize("plan", PLACES)

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -35,6 +39,28 @@ def test_every_rank_finds_its_place_and_the_scripts_arguments(tmp_path: Path) ->
 def test_all_ranks_end_when_one_has_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("phalanx.launch.script._LEAVE_SECONDS", 0.2)
     assert launch_script(script(tmp_path, FAILS), [], 2) == 3
+
+
+WAITS = """
+import os, pathlib, signal, sys, time
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(pathlib.Path(sys.argv[1], "left" + os.environ["RANK"]).touch()))
+pathlib.Path(sys.argv[1], "began" + os.environ["RANK"]).touch()
+time.sleep(600)
+"""
+
+
+def test_a_signal_to_end_comes_to_all_ranks(tmp_path: Path) -> None:
+    def send() -> None:
+        while len(list(tmp_path.glob("began*"))) < 2:
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    sender = threading.Thread(target=send)
+    sender.start()
+    with pytest.raises(SystemExit) as left:
+        launch_script(script(tmp_path, WAITS), [str(tmp_path)], 2)
+    sender.join()
+    assert left.value.code == 143 and len(list(tmp_path.glob("left*"))) == 2
 
 
 def test_a_script_that_is_not_there_is_refused() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+import struct
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -65,3 +66,22 @@ def test_who_does_not_know_the_secret_has_no_line(store: JobStore, lines: Lifeli
         stranger.setblocking(False)
         until(lambda: known(lines, "one") or _received(stranger) == b"")  # what is asked for first comes before that
         assert not known(lines, "one")
+
+
+def test_who_connects_and_is_gone_at_once_does_no_harm(store: JobStore, lines: Lifelines) -> None:
+    """A scan of ports, or a check of health that resets the connection."""
+    host, port = json.loads(store.get("lifeline"))
+    for _ in range(3):
+        stranger = socket.create_connection((host, port))
+        stranger.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        stranger.close()
+    time.sleep(0.05)
+    lines.look()
+    line = Lifeline(store, "one")
+    for _ in range(3):
+        line.hold()
+        lines.look()
+    assert not lines.closed("one")
+    line.close()
+    lines.look()
+    assert lines.closed("one")

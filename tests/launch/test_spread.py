@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+import signal
 import tempfile
 import threading
 from collections.abc import Callable
@@ -23,7 +24,7 @@ from phalanx.launch.rank_main import Done, Failed, Left
 from phalanx.launch.remote import SpreadProcesses
 from phalanx.launch.renewal import OnLoss, Renewal
 from phalanx.launch.spread import Orders, Spread, orders_key, outcome_of, send, told
-from phalanx.launch.status_board import StatusBoard
+from phalanx.launch.status_board import SilenceWatch, StatusBoard
 from phalanx.launch.store import JobStore, host_store
 from phalanx.launch.succession import Succession, newest_claim
 from phalanx.launch.trouble import Trouble
@@ -255,6 +256,16 @@ def test_what_a_process_said_is_the_same_on_the_other_side(error: Any) -> None:
     assert type(failed.error) is type(error) and str(failed.error) == str(error)
 
 
+def test_of_a_long_failure_the_beginning_and_the_end_cross_to_the_other_side() -> None:
+    """All of it would have to be read by the thread that writes it."""
+    text = "first " + "x" * 1_000_000 + " last"
+    failed = outcome_of(told(Failed(LinkError(text), text, text)))
+    assert isinstance(failed, Failed) and failed.error is not None
+    for own in (failed.text, failed.traceback, failed.error.message):
+        assert own.startswith("first x") and own.endswith("x last") and len(own) < 25_000
+        assert "… 980,011 characters …" in own
+
+
 def test_that_all_may_begin_anew_after_an_error_is_known_on_the_other_side() -> None:
     failed = outcome_of(told(Failed(DoesNotFit("no", "yes", "dp=2", 0.9), "text", "")))
     assert isinstance(failed, Failed) and failed.error is not None
@@ -269,14 +280,21 @@ class Machine:
     in_doubt = lost_store = False
 
     def __init__(self, number: int, room: bool) -> None:
-        self.alive = {process: SimpleNamespace(gone=False) for process in range(number)}
+        self.sent = list[tuple[int, int]]()
+        self.alive = {process: self._process(process) for process in range(number)}
         self.room = room
+
+    def _process(self, number: int) -> Any:
+        return SimpleNamespace(gone=False, send=lambda signalled: self.sent.append((number, signalled)))
+
+    def hears_of(self, rank: int) -> bool:
+        return True
 
     def can_start(self, rank: int) -> bool:
         return self.room
 
     def start_one(self, rank: int) -> None:
-        self.alive[rank] = SimpleNamespace(gone=False)
+        self.alive[rank] = self._process(rank)
 
     def bury(self, rank: int) -> None:
         del self.alive[rank]
@@ -285,7 +303,7 @@ class Machine:
 def test_losses_in_a_row_are_those_without_a_finished_step_between_them(tmp_path: Path) -> None:
     """Also where ranks go back, and make the same step again."""
     board = StatusBoard.create(tmp_path / "board", 3)
-    job = SimpleNamespace(members=Generation(0, (0, 1, 2)))
+    job = SimpleNamespace(members=Generation(0, (0, 1, 2)), silence=15.0)
     store = SimpleNamespace(set=lambda key, text: None, check=lambda keys: True)
     renewal = Renewal(Machine(3, room=True), board, job, store, "replace", lambda *_: None)  # pyright: ignore
 
@@ -321,6 +339,7 @@ class Few:
     """Ranks of which some are lost, and that are not to go on with fewer than `least`."""
 
     def __init__(self, folder: Path, on_loss: OnLoss, room: bool, number: int = 2, least: int = 2) -> None:
+        folder.mkdir(exist_ok=True)
         self.board, self.told = StatusBoard.create(folder / "board", number), list[str]()
         job = SimpleNamespace(members=Generation(0, tuple(range(number))), silence=15.0)
         self.machine = Machine(number, room)
@@ -336,6 +355,18 @@ class Few:
         trouble = Trouble(process, self.board.slots[process].read(), "was killed", failed=failed)
         assert self.watch._add(trouble), "the job ended"
         return self.renewal.generation
+
+    def go_on(self) -> None:
+        """The ranks of the newest generation train again, and have told what happened."""
+        for process in self.renewal.generation.members:
+            self.board.slots[process].enter_generation(self.renewal.generation.number)
+            self.board.slots[process].went_on()
+
+    def hear(self, process: int, message: Any) -> None:
+        said = self.machine.alive[process]
+        said.rank, said.wire = process, SimpleNamespace(take=lambda: [message], closed=True)
+        said.last_output = list
+        self.watch.hear(said, None)
 
     def come(self, process: int) -> None:
         """A process that was started is ready, and the ranks are where they meet newcomers."""
@@ -382,9 +413,54 @@ def test_ranks_that_wait_go_on_only_with_as_many_as_they_need(tmp_path: Path) ->
 def test_ranks_that_wait_go_on_without_others_once_a_signal_asks_them_to_end(tmp_path: Path) -> None:
     few = Few(tmp_path, "replace", room=False)
     assert few.lose().waits
-    few.watch.stop()
+    few.watch.stop(signal.SIGTERM)
     now = few.renewal.generation
     assert (now.number, now.members, now.waits, now.lost) == (2, (0,), False, ("rank 1 was killed during start",))
+    assert few.machine.sent == [(0, signal.SIGTERM)]
+
+
+def test_a_signal_is_not_for_processes_that_hold_nothing_yet(tmp_path: Path) -> None:
+    """They would leave at once, and all others a moment later. Those that come are not needed any more."""
+    replaced = Few(tmp_path / "replace", "replace", room=True, number=3, least=1)
+    assert replaced.lose().fresh == (1,)
+    replaced.watch.stop(signal.SIGINT)
+    assert replaced.machine.sent == [(0, signal.SIGINT), (2, signal.SIGINT)]
+    grown = Few(tmp_path / "regrow", "regrow", room=True, number=3, least=1)
+    assert grown.lose().members == (0, 2)
+    grown.go_on()
+    grown.watch._tend()
+    assert grown.renewal.newcomers.is_coming(1)
+    grown.watch.stop(signal.SIGINT)
+    grown.watch._tend()
+    assert grown.machine.sent == [(0, signal.SIGINT), (2, signal.SIGINT)] and 1 not in grown.machine.alive
+
+
+def test_a_process_that_holds_nothing_yet_and_leaves_does_not_end_the_job(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    few = Few(tmp_path / "replace", "replace", room=True, number=3, least=1)
+    assert few.lose().fresh == (1,)
+    few.hear(1, Left(143))
+    assert few.renewal.generation.number == 2 and not few.watch.over()
+    grown = Few(tmp_path / "regrow", "regrow", room=True, number=3, least=1)
+    grown.lose()
+    grown.watch._tend()
+    assert not grown.renewal.newcomers.is_coming(1)  # the others have not said what it is to prepare itself for
+    grown.go_on()
+    grown.watch._tend()
+    grown.hear(1, Left(143))
+    assert not grown.watch.over() and not grown.renewal.newcomers.is_coming(1)
+    assert "a process that was to take part left because of a signal; it is started" in capsys.readouterr().err
+
+
+def test_a_process_that_comes_and_falls_silent_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    few = Few(tmp_path, "regrow", room=True, number=3, least=1)
+    few.lose()
+    few.go_on()
+    few.watch._tend()
+    monkeypatch.setattr(SilenceWatch, "silent_for", lambda *_: 61.0)
+    few.watch._tend()
+    assert not few.renewal.newcomers.is_coming(1) and 1 not in few.machine.alive
 
 
 def test_a_process_that_cannot_begin_is_tried_again_later_and_the_others_go_on_without_it(tmp_path: Path) -> None:

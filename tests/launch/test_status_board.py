@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +17,7 @@ from hypothesis import strategies as st
 
 from phalanx.errors import LinkError
 from phalanx.launch.abort import AbortEvent, StackFile, heartbeat, read_stack
+from phalanx.launch.handles import Handle
 from phalanx.launch.membership import Generation, Membership
 from phalanx.launch.rank_main import Failed
 from phalanx.launch.status_board import (
@@ -215,6 +220,32 @@ def test_a_process_knows_how_many_ranks_share_its_machine(
     board.reset()
     membership = Membership(board, board.slots[0], 0, Generation(0, members), places)
     assert membership.local_world == expected
+
+
+def test_a_generation_that_the_store_has_not_is_not_waited_for(tmp_path: Path):
+    """It was published in a store that was lost; the next is in the new one."""
+    board, texts = StatusBoard.private(1), dict[str, str]()
+    membership = Membership(board, board.slots[0], 0, Generation(0, (0,)), {})
+    own = SimpleNamespace(check=lambda keys: set(keys) <= texts.keys(), get=texts.__getitem__)
+    store: Any = SimpleNamespace(reached_at=lambda address: own)
+    board.publish(1)
+    assert membership.follow(store, 0.05) is None
+    texts["generation/2"] = Generation(2, (0,)).to_json()
+    board.publish(2)
+    assert membership.follow(store, 5.0) is own and membership.generation.number == 2
+
+
+def test_where_the_system_refuses_handles_of_processes_their_numbers_do(monkeypatch: pytest.MonkeyPatch):
+    def refused(pid: int) -> int:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(os, "pidfd_open", refused, raising=False)
+    process = subprocess.Popen(["sleep", "60"])
+    handle = Handle(process.pid)
+    assert not handle.gone
+    handle.send(signal.SIGKILL)
+    process.wait(10)
+    assert handle.gone
 
 
 def test_the_abort_event_calls_each_listener_once_even_one_that_comes_late():

@@ -28,6 +28,16 @@ def test_a_term_is_claimed_once(root: JobStore, tmp_path: Path) -> None:
     assert claim is not None and (claim.term, claim.node) == (2, 1)
 
 
+def test_what_somebody_is_about_to_claim_is_no_claim(root: JobStore, tmp_path: Path) -> None:
+    """It is written beside, and another may be the first to give it the name that counts."""
+    assert Succession(tmp_path, 1, {}).affirm(root, 1, 0)
+    claimed = (tmp_path / ".leader-1").read_text()
+    (tmp_path / ".leader-1").rename(tmp_path / ".leader-1.0a1b2c3d4e5f6071")
+    assert newest_claim(tmp_path) is None
+    (tmp_path / ".leader-1").write_text(claimed)
+    assert newest_claim(tmp_path) is not None
+
+
 def test_who_follows_finds_the_store_of_who_leads_now_with_what_the_first_one_had(
     root: JobStore, tmp_path: Path
 ) -> None:

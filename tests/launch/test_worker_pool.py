@@ -101,6 +101,13 @@ def signal_when_under_way(folder: Path, world: int, *numbers: int) -> threading.
     return thread
 
 
+def test_a_process_that_ended_between_two_jobs_is_another_in_the_next(pool: WorkerPool):
+    pool.run(jobs.describe, world=2)
+    os.kill(pool.pids[1], signal.SIGKILL)
+    time.sleep(0.2)
+    assert [result[0] for result in pool.run(jobs.describe, world=2)] == [0, 1]
+
+
 main_thread_only = pytest.mark.skipif(
     threading.current_thread() is not threading.main_thread(), reason="signals reach main threads only"
 )

@@ -87,6 +87,9 @@ class _Processes:
     def can_start(self, rank: int) -> bool:
         return True
 
+    def hears_of(self, rank: int) -> bool:
+        return True
+
     def start_one(self, rank: int) -> None:
         self.alive[rank] = _Process()
 
@@ -100,7 +103,7 @@ def test_a_process_that_is_lost_again_and_again_is_waited_with(
     now = 100.0
     monkeypatch.setattr("phalanx.launch.newcomers.time.monotonic", lambda: now)
     processes, board, started = _Processes(), StatusBoard.private(2), list[int]()
-    newcomers = Newcomers(processes, board, lambda process, generation: started.append(process))  # pyright: ignore
+    newcomers = Newcomers(processes, board, lambda process, generation: started.append(process), 15.0)  # pyright: ignore
     generation = Generation(1, (0,))
     newcomers.expect([1])
     assert newcomers.start_due(generation) == [1] and newcomers.is_coming(1) and not newcomers.ready()
@@ -126,7 +129,7 @@ def test_a_process_that_held_something_for_a_minute_is_started_again_at_once(mon
     now = 100.0
     monkeypatch.setattr("phalanx.launch.newcomers.time.monotonic", lambda: now)
     board = StatusBoard.private(2)
-    newcomers = Newcomers(_Processes(), board, lambda process, generation: None)  # pyright: ignore
+    newcomers = Newcomers(_Processes(), board, lambda process, generation: None, 15.0)  # pyright: ignore
 
     def is_due(seconds: float) -> bool:
         """Once it was lost so many seconds after it came, which took it ten minutes."""

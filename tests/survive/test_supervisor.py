@@ -132,6 +132,30 @@ def test_a_rank_that_does_not_follow_the_others_is_ended(tmp_path: Path, monkeyp
             os.waitpid(pid, os.WNOHANG)
 
 
+def test_a_process_that_comes_to_a_run_keeps_no_rank_from_saving(tmp_path: Path) -> None:
+    """It holds nothing, would leave at once when it was asked to, and ends with the others."""
+    board = StatusBoard.create(tmp_path / "board", 3)
+    for slot in board.slots[:2]:
+        slot.enter("step")
+        slot.guard(True)
+    marks = [tmp_path.with_name(f"left{rank}") for rank in range(3)]
+    shells = [f"trap 'touch {mark}; exit 0' TERM; while true; do sleep 0.05; done" for mark in marks]
+    pids = [os.posix_spawn("/bin/sh", ["sh", "-c", shell], os.environ) for shell in shells]
+    time.sleep(0.3)
+    assert wards(*pids).let_go(tmp_path) == 1
+    assert [mark.exists() for mark in marks] == [True, True, False] and not any(map(is_alive, pids))
+
+
+def test_ranks_of_a_pool_that_have_nothing_to_do_keep_no_others_from_saving(tmp_path: Path) -> None:
+    board = StatusBoard.create(tmp_path / "board", 3)
+    board.reset()
+    for slot in board.slots[:2]:
+        slot.enter("step")
+    assert orphans._training(range(3), tmp_path) == [0, 1]
+    board.slots[1].enter("capture")
+    assert orphans._training(range(3), tmp_path) == []
+
+
 def wards(*pids: int) -> orphans.Wards:
     found = orphans.Wards()
     for rank, pid in enumerate(pids):
@@ -147,7 +171,7 @@ SHELLS = [
 
 def test_ranks_that_do_not_train_are_ended_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(orphans.Wards, "_wait", pytest.fail)
-    StatusBoard.create(tmp_path / "board", 1)
+    StatusBoard.create(tmp_path / "board", 2)
     pid, other = (os.posix_spawn("/bin/sleep", ["sleep", "60"], os.environ) for _ in range(2))
     found = orphans.Wards({1: Handle(other)})
     found.add(pid, 0)

@@ -26,6 +26,7 @@ from phalanx.plan.plan import Plan
 from phalanx.prepare.read_model import plan_for
 from phalanx.session.mirror import Copy
 from phalanx.session.session import Opening
+from phalanx.training.job import JobPayload
 from phalanx.training.reporting import Reporter, StepFacts
 from phalanx.training.trainer import Trainer, fit_on_rank
 from tests.run_helpers import records, short_config, short_run
@@ -324,9 +325,15 @@ def test_where_nobody_can_be_survived_that_is_said(tmp_path: Path) -> None:
     assert "option on_loss = 'replace' is not supported here: the only rank of a run cannot be" in str(refused.value)
 
 
+def lost_before_training(context: RankContext, payload: JobPayload) -> Any:
+    if context.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return fit_on_rank(context, payload)
+
+
 def test_a_rank_that_is_lost_before_training_ends_the_job(pool: WorkerPool, tmp_path: Path) -> None:
     with pytest.raises(RankError) as ended:
-        fit(pool, tmp_path, 2, "replace", plan="dp=2", strikes=[Strike(1, in_phase("capture"))])
+        fit(pool, tmp_path, 2, "replace", plan="dp=2", target=lost_before_training)
     assert "the others did not go on without it: the ranks were not training yet, or not any more" in str(ended.value)
 
 
