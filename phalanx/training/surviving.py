@@ -85,6 +85,7 @@ class SurvivingRank(RankGoingBack):
             held = hold(self.session, self.at)
             reporter.flush()  # on a GPU the step before is told of later, and all of it is known by now
             saving = checkpoints.break_off()
+            self.has_saved = self.has_saved or checkpoints.last is not None
             if self.metrics is not None:
                 self.metrics.forget()
         while True:
@@ -162,6 +163,7 @@ class SurvivingRank(RankGoingBack):
                 words = _said(group, self._word(survived, held, saving))
                 self._end_step(held, words)
                 told = _exchange(group, self._tell(survived, held, words, reporter, context))
+            self.has_saved = any(own.get("has_saved") for own in told)
             with self._timed("plan"):
                 restoring, chosen = self._planned(context, links, group, words, told)
                 self._leave_old_links()
@@ -216,7 +218,7 @@ class SurvivingRank(RankGoingBack):
             said["order"] = dataclasses.asdict(self.standby.order(self.whole_plan, context.world))
             said["since"] = self.changes.since
             said["whole"] = self.changes.whole
-            said["copies"], said["saved"] = self.mirror.told(), self._saved_step()
+            said["copies"], said["saved"], said["has_saved"] = self.mirror.told(), self._saved_step(), self.has_saved
         return said
 
     def _planned(
