@@ -73,6 +73,7 @@ class RankGoingBack(ReadyRank):
             self.config.model_dump(mode="json"), self.run.model_mark, self.run.data_mark, self.run.total_steps
         )  # fmt: skip
         snapshot = fresh if found is None else restore(found, fresh)
+        snapshot.passed_over = max(snapshot.passed_over, self.job.passed_over)
         weights, _ = open_weights(self.job.model, self.run.spec, self.config.seed, self.config.init)
         state = restoring.from_reader(reader(found, weights))
         if state is not None and found is not None:

@@ -79,5 +79,16 @@ def test_where_no_checkpoint_is_named_it_is_the_newest_if_there_is_one(resume: s
     assert went_back(own, 2)["repeated"] == 1 and own._saved_step() == 1
 
 
+def test_samples_that_were_passed_over_do_not_come_back(tmp_path: Path) -> None:
+    there = saved(tmp_path, 2, passed_over=8)
+    own = rank(tmp_path, there, passed_over=24)  # by a spike since then
+    went_back(own, 3)
+    assert own.snapshot.passed_over == 24
+    saved(tmp_path, 4, passed_over=32)
+    own.has_saved = True
+    went_back(own, 5)
+    assert own.snapshot.passed_over == 32
+
+
 def test_a_checkpoint_that_is_gone_is_no_reason_to_leave_copies_alone(tmp_path: Path) -> None:
     assert rank(tmp_path, tmp_path / "gone")._saved_step() == -1
