@@ -13,6 +13,8 @@ from typing import Any
 from phalanx.adapt.migrate import ChangeRefused
 from phalanx.errors import PhalanxError, PlanError
 from phalanx.observe.requests import Answer
+from phalanx.plan.plan import Plan
+from phalanx.plan.shrink import shrunk
 from phalanx.prepare.deterministic import changes_bits
 from phalanx.session.ahead import PIECE_SECONDS
 from phalanx.state.folders import replace_text
@@ -92,8 +94,21 @@ class ChangingRank(SurvivingRank):
         if self.config.deterministic and (fields := changes_bits(old, done.new)):
             record["bits"] = list(fields)
         record["seconds"] = time.perf_counter() - began
-        self.changes.plan, self.changes.whole, self.changes.since = text, done.new.full_text, step
+        self.changes.whole = self._whole(wanted, text, done.new).full_text
+        self.changes.plan, self.changes.since = text, step
         self.changes.answer(wanted, Answer(done.new.shown, step, seconds=record["seconds"], bytes=done.bytes))
         if self.is_rank0:
             replace_text(self.folder.path / "plan.json", done.new.to_json() + "\n")
         return record
+
+    def _whole(self, wanted: Wanted, text: str, new: Plan) -> Plan:
+        """The plan of all ranks from a change on: the new one, unless that only carries what fewer ranks have into the
+        batches of another period."""
+        whole = self.whole_plan
+        if wanted.request is not None or whole.world <= new.world:
+            return new
+        is_named = text == wanted.period.plan
+        for own in [text] if is_named else shrunk(whole, (whole.pp, whole.dp, whole.tp)):
+            with contextlib.suppress(PlanError):
+                return self.completed(wanted.period, own, whole.world)
+        return new
