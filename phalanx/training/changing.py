@@ -16,6 +16,7 @@ from phalanx.config import RunConfig
 from phalanx.errors import LinkError, PhalanxError, PlanError
 from phalanx.launch.context import RankContext
 from phalanx.observe.requests import Answer, Inbox, Request
+from phalanx.plan import fields
 from phalanx.plan.complete import least_ranks
 from phalanx.plan.periods import Period
 from phalanx.session.change import everyone
@@ -120,8 +121,14 @@ class Changes:
     def _scheduled(self, period: Period) -> Wanted:
         changes = period.plan != self.period.plan
         must = (period.batch_size, period.seq_len) != (self.period.batch_size, self.period.seq_len)
-        plans = [*([period.plan] if changes else []), *([self.plan, period.plan] if must else [])]
+        plans = [*([period.plan] if changes else []), *([*self._kept(period), period.plan] if must else [])]
         return Wanted(period, tuple(dict.fromkeys(plans)), SCHEDULED, must)
+
+    def _kept(self, period: Period) -> list[str]:
+        """The plan in force; where it is not what the options name, also with as many micro-batches as suit other
+        batches."""
+        others = {name: value for name, value in fields.read(self.plan).items() if name != "mb"}
+        return [self.plan] if self.plan == period.plan else [self.plan, fields.write(others)]
 
     def answer(self, wanted: Wanted, answer: Answer) -> None:
         if wanted.request is not None:

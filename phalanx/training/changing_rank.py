@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections.abc import Iterator
 from typing import Any
 
 from phalanx.adapt.migrate import ChangeRefused
@@ -71,7 +72,7 @@ class ChangingRank(SurvivingRank):
         began = time.perf_counter()
         record: dict[str, Any] = {"step": step, "old": self.session.plan.shown, "how": wanted.how}
         refused: PhalanxError = ChangeRefused("no plan was named")
-        for text in wanted.plans:
+        for text in self._tried(wanted):
             try:
                 return record | self._changed(wanted, text, step, began)
             except (ChangeRefused, PlanError) as error:
@@ -83,6 +84,12 @@ class ChangingRank(SurvivingRank):
         if isinstance(refused, ChangeRefused) and refused.traceback:
             record["traceback"] = refused.traceback
         return record | {"plan": wanted.plans[0], "refused": refusal(refused)}
+
+    def _tried(self, wanted: Wanted) -> Iterator[str]:
+        """What is wanted; where something has to be taken while ranks are missing, also what is tried after a loss."""
+        yield from wanted.plans
+        if wanted.must and self.whole_plan.world > self.context.world:
+            yield from self.standby.usual(self.whole_plan, self.context.world).plans
 
     def _changed(self, wanted: Wanted, text: str, step: int, began: float) -> dict[str, Any]:
         old, before = self.session.plan, self.changes.period
