@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from phalanx.adapt.migrate import ChangeRefused
 from phalanx.config import RunConfig
 from phalanx.errors import PlanError
 from phalanx.launch.context import RankContext
@@ -127,9 +128,21 @@ class OwnPlan:
         try:
             with opened.context.slot.within("compile"):
                 member, done = change(session, new, look=look, ahead=coming)
+        except ChangeRefused:
+            self._take_back(optimizer)
+            raise
         finally:
             self.forget()
         assert isinstance(member, Session)
         member.state.optimizer.adopt(optimizer)  # learning-rate schedulers know this one
         self._take(member)
         return member, done
+
+    def _take_back(self, optimizer: Any) -> None:
+        """State that has begun to move before a change was refused was made anew."""
+        first, now = self._first, self.session.plan
+        if first.state.optimizer.inner is not optimizer:
+            first.state.optimizer.adopt(optimizer)
+            self._take(first)
+            if first.plan != now:
+                self.use_schedule(now.schedule)

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from phalanx.adapt.migrate import ChangeRefused
 from phalanx.comm.links import Group
 from phalanx.data.given import given_batches
 from phalanx.engine.inputs import num_samples
@@ -228,9 +229,14 @@ class OwnSession:
         """From now on another plan, for the same ranks; every rank calls it. What was made is told: bytes that moved,
         and seconds. Where it is refused (`ChangeRefused`), all is as it was."""
         self._updates.require_changeable()
-        member, done = self._under.change(plan)
-        self._take(member)
-        self._updates.take(member)
+        before = self._session.state
+        try:
+            _, done = self._under.change(plan)
+        except ChangeRefused:
+            if self._session.state is not before:
+                self._go_on_with(self._session)
+            raise
+        self._go_on_with(self._session)
         return done
 
     @property
@@ -289,6 +295,11 @@ class OwnSession:
     @property
     def _session(self) -> Session:
         return self._under.session
+
+    def _go_on_with(self, session: Session) -> None:
+        """From now on with this one, whose state may lie elsewhere."""
+        self._take(session)
+        self._updates.take(session)
 
     def _take(self, session: Session) -> None:
         """From now on with this one."""

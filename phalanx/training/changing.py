@@ -16,6 +16,7 @@ from phalanx.config import RunConfig
 from phalanx.errors import LinkError, PhalanxError, PlanError
 from phalanx.launch.context import RankContext
 from phalanx.observe.requests import Answer, Inbox, Request
+from phalanx.plan import fields
 from phalanx.plan.complete import least_ranks
 from phalanx.plan.periods import Period
 from phalanx.session.change import everyone
@@ -57,19 +58,27 @@ class Changes:
         self.plan = self.whole = self.period.plan
         self._inbox = Inbox(folder)
         self._coming: Request | None = None  # what all ranks make ready for
-        self._waiting: Request | None = None  # on rank 0, what was asked before ranks were lost or came
+        self._waiting: Request | None = None  # what was taken, and all ranks do not make ready for
         self._ready = False
-        if context.rank == 0:
+        takes_a_place = context.membership is not None and context.membership.is_fresh
+        if context.rank == 0 and not takes_a_place:
             self._inbox.clear()
+
+    @property
+    def pending(self) -> Request | None:
+        """What was taken and is not answered."""
+        return self._coming or self._waiting
 
     def enter(self, context: RankContext) -> None:
         """From now on as this rank, in another generation, where nothing is ready."""
         self._context = context
-        self._waiting, self._coming = self._coming or self._waiting, None
+        self._waiting, self._coming = self.pending, None
 
-    def stay_in(self, since: int) -> None:
-        """After a loss ranks are in the period in which those that are left were; what comes next is changed to."""
+    def stay_in(self, since: int, pending: Request | None) -> None:
+        """After a loss ranks are in the period in which those that are left were; what comes next is changed to, and
+        what they were asked for is wanted still."""
         self.period, self.since = self._periods.at(since), since
+        self._waiting, self._coming = pending, None
 
     def is_asked(self) -> bool:
         """Whether this rank has a request that can be dealt with, or others wait to be taken in."""
@@ -107,7 +116,7 @@ class Changes:
             else:  # the plan that there is, named once more
                 self.period, self.since = period, step
         if asked and (request := self._request(member)) is not None:
-            is_new, self._coming = request != self._coming, request
+            is_new, self._coming, self._waiting = request != self._coming, request, None
             self._ready = self._ready and not is_new
             yield Wanted(period, (request.plan,), ASKED, request=request, later=is_new)
 
@@ -120,8 +129,14 @@ class Changes:
     def _scheduled(self, period: Period) -> Wanted:
         changes = period.plan != self.period.plan
         must = (period.batch_size, period.seq_len) != (self.period.batch_size, self.period.seq_len)
-        plans = [*([period.plan] if changes else []), *([self.plan, period.plan] if must else [])]
+        plans = [*([period.plan] if changes else []), *([*self._kept(period), period.plan] if must else [])]
         return Wanted(period, tuple(dict.fromkeys(plans)), SCHEDULED, must)
+
+    def _kept(self, period: Period) -> list[str]:
+        """The plan in force; where it is not what the options name, also with as many micro-batches as suit other
+        batches."""
+        others = {name: value for name, value in fields.read(self.plan).items() if name != "mb"}
+        return [self.plan] if self.plan == period.plan else [self.plan, fields.write(others)]
 
     def answer(self, wanted: Wanted, answer: Answer) -> None:
         if wanted.request is not None:
@@ -140,14 +155,12 @@ class Changes:
         """On rank 0. A plan for more ranks waits until there are so many."""
         if self._is_invited:
             return _MEET
-        if (request := self._coming or self._waiting) is not None:
-            self._waiting = None
+        if self.pending is None:
+            request = self._inbox.peek()
+            if request is None or not self._gets_ranks(request.plan):
+                self._waiting = self._inbox.take()
+        if (request := self.pending) is not None:
             return json.dumps([request.name, request.plan])
-        request = self._inbox.peek()
-        if request is None or not self._gets_ranks(request.plan):
-            request = self._inbox.take()
-            if request is not None:
-                return json.dumps([request.name, request.plan])
         return _MEET if self._is_invited else ""
 
     def _gets_ranks(self, plan: str) -> bool:

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections.abc import Iterator
 from typing import Any
 
 from phalanx.adapt.migrate import ChangeRefused
 from phalanx.errors import PhalanxError, PlanError
 from phalanx.observe.requests import Answer
+from phalanx.plan.plan import Plan
+from phalanx.plan.shrink import shrunk
 from phalanx.prepare.deterministic import changes_bits
 from phalanx.session.ahead import PIECE_SECONDS
 from phalanx.state.folders import replace_text
@@ -69,7 +72,7 @@ class ChangingRank(SurvivingRank):
         began = time.perf_counter()
         record: dict[str, Any] = {"step": step, "old": self.session.plan.shown, "how": wanted.how}
         refused: PhalanxError = ChangeRefused("no plan was named")
-        for text in wanted.plans:
+        for text in self._tried(wanted):
             try:
                 return record | self._changed(wanted, text, step, began)
             except (ChangeRefused, PlanError) as error:
@@ -82,6 +85,12 @@ class ChangingRank(SurvivingRank):
             record["traceback"] = refused.traceback
         return record | {"plan": wanted.plans[0], "refused": refusal(refused)}
 
+    def _tried(self, wanted: Wanted) -> Iterator[str]:
+        """What is wanted; where something has to be taken while ranks are missing, also what is tried after a loss."""
+        yield from wanted.plans
+        if wanted.must and self.whole_plan.world > self.context.world:
+            yield from self.standby.usual(self.whole_plan, self.context.world).plans
+
     def _changed(self, wanted: Wanted, text: str, step: int, began: float) -> dict[str, Any]:
         old, before = self.session.plan, self.changes.period
         done = self.change(wanted.period, text)
@@ -92,8 +101,21 @@ class ChangingRank(SurvivingRank):
         if self.config.deterministic and (fields := changes_bits(old, done.new)):
             record["bits"] = list(fields)
         record["seconds"] = time.perf_counter() - began
-        self.changes.plan, self.changes.whole, self.changes.since = text, done.new.full_text, step
+        self.changes.whole = self._whole(wanted, text, done.new).full_text
+        self.changes.plan, self.changes.since = text, step
         self.changes.answer(wanted, Answer(done.new.shown, step, seconds=record["seconds"], bytes=done.bytes))
         if self.is_rank0:
             replace_text(self.folder.path / "plan.json", done.new.to_json() + "\n")
         return record
+
+    def _whole(self, wanted: Wanted, text: str, new: Plan) -> Plan:
+        """The plan of all ranks from a change on: the new one, unless that only carries what fewer ranks have into the
+        batches of another period."""
+        whole = self.whole_plan
+        if wanted.request is not None or whole.world <= new.world:
+            return new
+        is_named = text == wanted.period.plan
+        for own in [text] if is_named else shrunk(whole, (whole.pp, whole.dp, whole.tp)):
+            with contextlib.suppress(PlanError):
+                return self.completed(wanted.period, own, whole.world)
+        return new

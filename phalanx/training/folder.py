@@ -83,13 +83,26 @@ class RunFolder:
         if self.context.rank == 0:
             tidy_checkpoints(self.checkpoints)
 
-    def to_resume(self, say: Say) -> Checkpoint | None:
-        """The checkpoint to go on from."""
+    @property
+    def named(self) -> Path | None:
+        """The checkpoint that the option `resume` names, if it names one."""
         resume = self.config.resume
         if is_remote(resume):
-            resume = str(self.checkpoints / resume.rstrip("/").rpartition("/")[2])
+            return self.checkpoints / resume.rstrip("/").rpartition("/")[2]
+        return None if resume in ("never", "auto") else Path(resume).expanduser()
+
+    def to_resume(self, say: Say) -> Checkpoint | None:
+        """The checkpoint to go on from."""
+        return self._open(self.config.resume if self.named is None else str(self.named), self._meeting, say)
+
+    def to_go_back_to(self, has_saved: bool, meeting: Meeting, say: Say) -> Checkpoint | None:
+        """After a loss. has_saved: whether this run has written a checkpoint itself; until then it goes back to the one
+        that it was told to go on from."""
+        return self._open("auto" if has_saved or self.named is None else str(self.named), meeting, say)
+
+    def _open(self, resume: str, meeting: Meeting, say: Say) -> Checkpoint | None:
         with blaming_others():
-            return checkpoint_to_resume(resume, self.checkpoints, self._meeting, say)
+            return checkpoint_to_resume(resume, self.checkpoints, meeting, say)
 
     def write_settings(self, plan: Plan) -> None:
         """By rank 0."""

@@ -4,11 +4,12 @@ copies of in their memory, else to the newest checkpoint, else to the beginning.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from phalanx.engine.step import Outcome
-from phalanx.errors import counted
+from phalanx.errors import CheckpointError, counted
 from phalanx.launch.context import RankContext
 from phalanx.plan import fields
 from phalanx.plan.plan import Plan
@@ -18,16 +19,17 @@ from phalanx.session.mirror import Mirror
 from phalanx.session.restoring import Restoring, Scalars
 from phalanx.state import checkpoint
 from phalanx.state.snapshot import Snapshot, restore
-from phalanx.training.folder import blaming_others
 from phalanx.training.job import Job
 from phalanx.training.ready import ReadyRank, reader
 
 
 class RankGoingBack(ReadyRank):
     """`at` is the step that this rank makes, or whose results it deals with; `unreported` one that counts, and that
-    nobody was told of yet."""
+    nobody was told of yet. `has_saved`: whether this run has written a checkpoint itself, as ranks knew when they last
+    lost others."""
 
     at = 1
+    has_saved = False
     unreported: tuple[int, Outcome] | None = None
     missed: Sequence[dict[str, Any]] = ()  # records of the newest steps, as another rank has them
 
@@ -65,14 +67,13 @@ class RankGoingBack(ReadyRank):
         return self._from_checkpoint(restoring, why, newest)
 
     def _from_checkpoint(self, restoring: Restoring, why: list[str], newest: int) -> dict[str, Any]:
-        """Everything as the newest checkpoint has it, or as it began."""
-        meeting = self.folder.meeting(restoring.opening.context)
-        with blaming_others():
-            found = checkpoint.open_newest(self.folder.checkpoints, meeting, why.append)
+        """Everything as the newest checkpoint of this run has it, or as it began."""
+        found = self.folder.to_go_back_to(self.has_saved, self.folder.meeting(restoring.opening.context), why.append)
         fresh = Snapshot(
             self.config.model_dump(mode="json"), self.run.model_mark, self.run.data_mark, self.run.total_steps
         )  # fmt: skip
         snapshot = fresh if found is None else restore(found, fresh)
+        snapshot.passed_over = max(snapshot.passed_over, self.job.passed_over)
         weights, _ = open_weights(self.job.model, self.run.spec, self.config.seed, self.config.init)
         state = restoring.from_reader(reader(found, weights))
         if state is not None and found is not None:
@@ -91,9 +92,12 @@ class RankGoingBack(ReadyRank):
         self.snapshot.__dict__.update(vars(snapshot))
 
     def _saved_step(self) -> int:
-        """Of the newest checkpoint that seems complete."""
-        newest = checkpoint.latest(self.folder.checkpoints)
-        return -1 if newest is None else int(newest.name.removeprefix("step-"))
+        """Of the checkpoint that would be gone back to, as far as it seems complete."""
+        named = None if self.has_saved else self.folder.named
+        path = named or checkpoint.latest(self.folder.checkpoints)
+        with contextlib.suppress(CheckpointError):
+            return -1 if path is None else checkpoint.open(path, verify=False).step
+        return -1
 
 
 def _copied(words: Sequence[Word], step: int, plan: str) -> dict[int, int]:

@@ -49,7 +49,11 @@ class Standby:
         """In which so many ranks try plans, as far as it is known by now. whole: that of all ranks."""
         if whole.world <= left:
             return Order([whole.full_text])
-        return self._orders.get(self._key(whole, left)) or self._usual(whole, left, _TOO_EARLY)
+        return self._orders.get(self._key(whole, left)) or self.usual(whole, left)
+
+    def usual(self, whole: Plan, left: int, why_not: str = _TOO_EARLY) -> Order:
+        """The same, whatever is known: alike on all ranks at any time."""
+        return Order(in_order(whole, left, keeps=self._keeps(whole)), why_not=why_not)
 
     def made_ahead(self, whole: Plan, predictor: Predictor | None) -> Iterator[Plan | Judged | None]:
         """What rank 0 says of the orders that it finds, and each plan that was made for a number that this rank would
@@ -85,7 +89,7 @@ class Standby:
         yield None
         for left in numbers:
             found = known if isinstance(known, str) else _or_why(partial(self._ranked, whole, left, known))
-            order = self._usual(whole, left, found) if isinstance(found, str) else found
+            order = self.usual(whole, left, found) if isinstance(found, str) else found
             self._orders[self._key(whole, left)] = order
             _if_it_can(partial(store.set, self._key(whole, left), json.dumps(asdict(order))))
             yield {"ranks": left, **_first_of(order)}
@@ -121,9 +125,6 @@ class Standby:
         found = ranked(known, plans, ready.session.plan, lost, lambda plan: self._leaves_out(whole, plan))
         texts = in_order(whole, left, [plan for plan, _ in found], self._keeps(whole))
         return Order(texts, {plan.full_text: seconds for plan, seconds in found}, known.by)
-
-    def _usual(self, whole: Plan, left: int, why_not: str) -> Order:
-        return Order(in_order(whole, left, keeps=self._keeps(whole)), why_not=why_not)
 
     def _leaves_out(self, whole: Plan, plan: Plan) -> int:
         """How much a plan does not keep of what the user gave; most of all the bits of a deterministic run."""

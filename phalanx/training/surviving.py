@@ -27,6 +27,7 @@ from phalanx.errors import LinkError, PhalanxError, PlanError, counted
 from phalanx.launch.context import RankContext
 from phalanx.launch.membership import Generation
 from phalanx.launch.signals import StopRequest
+from phalanx.observe.requests import Request
 from phalanx.params.layout_of import StateLayout
 from phalanx.plan import fields
 from phalanx.plan.plan import Plan
@@ -85,6 +86,7 @@ class SurvivingRank(RankGoingBack):
             held = hold(self.session, self.at)
             reporter.flush()  # on a GPU the step before is told of later, and all of it is known by now
             saving = checkpoints.break_off()
+            self.has_saved = self.has_saved or checkpoints.last is not None
             if self.metrics is not None:
                 self.metrics.forget()
         while True:
@@ -162,6 +164,7 @@ class SurvivingRank(RankGoingBack):
                 words = _said(group, self._word(survived, held, saving))
                 self._end_step(held, words)
                 told = _exchange(group, self._tell(survived, held, words, reporter, context))
+            self.has_saved = any(own.get("has_saved") for own in told)
             with self._timed("plan"):
                 restoring, chosen = self._planned(context, links, group, words, told)
                 self._leave_old_links()
@@ -214,9 +217,10 @@ class SurvivingRank(RankGoingBack):
             said["asked"] = [reporter.stops, reporter.ends, reporter.changes]
         if survived:
             said["order"] = dataclasses.asdict(self.standby.order(self.whole_plan, context.world))
-            said["since"] = self.changes.since
+            pending = self.changes.pending
+            said["since"], said["pending"] = self.changes.since, pending and dataclasses.asdict(pending)
             said["whole"] = self.changes.whole
-            said["copies"], said["saved"] = self.mirror.told(), self._saved_step()
+            said["copies"], said["saved"], said["has_saved"] = self.mirror.told(), self._saved_step(), self.has_saved
         return said
 
     def _planned(
@@ -226,7 +230,8 @@ class SurvivingRank(RankGoingBack):
         """The first plan for these ranks that none of them refuses, with everything but its state; and what is said of
         the choice."""
         first = next(rank for rank, word in enumerate(words) if word.survived)
-        self.changes.stay_in(told[first]["since"])
+        pending = told[first]["pending"]
+        self.changes.stay_in(told[first]["since"], pending and Request(**pending))
         self.changes.whole = told[first]["whole"]
         period = self.changes.period
         self.run = dataclasses.replace(self.run, batches=self.run.lengths[period.seq_len])

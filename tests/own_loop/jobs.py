@@ -7,12 +7,14 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import phalanx
+from phalanx.adapt.migrate import ChangeRefused
 from phalanx.config import RunConfig
 from phalanx.engine.memory import state_memory
 from phalanx.launch.context import RankContext
@@ -20,6 +22,7 @@ from phalanx.own_loop.open import open_on
 from phalanx.own_loop.session import OwnSession
 from phalanx.params.groups import ParameterGroup
 from phalanx.verification.report import Report
+from tests.adapt.jobs import _broken
 
 SAMPLES, TOKENS, LR = 8, 12, 1e-2
 
@@ -236,6 +239,35 @@ def changing(
             scheduler.step()
         while prepares and number + 1 < len(plans) and not session.is_prepared:
             session._under.go_on()
+    return finished(session, losses)
+
+
+def refused_midway(context: RankContext, steps: int) -> Trained:
+    """So many steps before a change of plan that rank 1 has no room for when some state has moved, and twice as many
+    after it, half of them under the schedule of before."""
+    session = opened(context, net(), "pp=2,mb=2", numbers(0), loss=both, has_optimizer=True, optimizer="adamw", lr=LR)
+    optimizer, losses = session.optimizer, []
+    assert optimizer is not None
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+
+    def train() -> None:
+        for _ in range(steps):
+            losses.append(session.forward_backward(numbers(len(losses))))
+            session.step()
+            scheduler.step()
+        state = session._session.state
+        assert state.optimizer.inner is session.optimizer is optimizer
+        weights = {name: weight.exact for name, weight in state.parameters.trained.items()}
+        assert all(own is weights[name] for name, own in session.named_parameters())
+
+    session.use_schedule("gpipe")
+    train()
+    with _broken("room", 2, context.rank == 1), pytest.raises(ChangeRefused, match="rank 1: no room for "):
+        session.change("dp=2")
+    assert session.plan.schedule == "gpipe"
+    train()
+    session.use_schedule("1f1b")
+    train()
     return finished(session, losses)
 
 

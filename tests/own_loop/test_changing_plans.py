@@ -69,6 +69,15 @@ def test_a_change_that_cannot_be_is_refused_and_the_session_goes_on() -> None:
         assert session.plan.mb == 4 and float(session.forward_backward(numbers(1))) > 0
 
 
+def test_a_change_that_is_given_up_midway_leaves_optimizer_and_scheduler_connected(pool: WorkerPool) -> None:
+    """Also of sessions with another schedule."""
+    expected = jobs.changing(RankContext.alone(), ["mb=2"], steps=6)
+    found = pool.run(jobs.refused_midway, 2, world=2)[0]
+    assert found.losses == pytest.approx(expected.losses, rel=1e-9)
+    for name, value in expected.values.items():
+        torch.testing.assert_close(found.values[name], value, rtol=1e-9, atol=1e-11, msg=name)
+
+
 def test_what_would_leave_the_users_own_optimizer_behind_is_refused() -> None:
     session = opened(RankContext.alone(), net(), "mb=2", numbers(0), loss=both)
     with session, pytest.raises(ConfigError, match="moves the state of the session's own optimizer"):
