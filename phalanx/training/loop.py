@@ -261,21 +261,21 @@ class Loop(ChangingRank):
         is_best = eval_loss is not None and self.snapshot.judge(step, eval_loss)
         reporter.step(self._facts(step, eval_loss, evaluated), outcome)
         self._roll_back(checkpoints, reporter, step)
-        if self._due(step, config.generate_every):
-            self._generate(step, reporter)
-        if predictor is not None and predictor.is_due:
-            with reporter.paused():
-                reporter.predicted(**predictor.fields(self.memory.fit.bytes))
         # Ranks agree within a step; alone there is nobody to agree with. Asked once: a signal between saving
         # and leaving loses no step.
         stopping = reporter.stops or (self.context.world == 1 and stop.signal is not None)
         ending = self._reason_to_end(reporter, evaluated=eval_loss is not None)
+        if ending and not stopping:
+            reporter.ended(ending)
+        if predictor is not None and predictor.is_due:
+            with reporter.paused():
+                reporter.predicted(**predictor.fields(self.memory.fit.bytes))
         every = config.checkpoint_every
         due = stopping or ending or self.lost_save or (is_best and config.keep_best)
         if every != "never" and (due or self._due(step, every)):
             self._save(checkpoints, reporter)
-        if ending and not stopping:
-            reporter.ended(ending)
+        if self._due(step, config.generate_every):
+            self._generate(step, reporter)
         if stopping or ending or step == self.run.total_steps:
             return True
         checkpoints.tell()

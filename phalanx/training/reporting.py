@@ -64,7 +64,7 @@ class Reporter:
     ) -> None:
         self.losses: list[float] = []
         self.spike: int | None = None  # the step of one that was reported
-        self.ends = False  # whether a callback asked that the run end
+        self.ends = False  # whether the run is to end, because a callback asked for it or what follows was `ended`
         self.stops = False  # whether a step that was reported had been asked to be the last
         self.changes = False  # whether one had been asked for another plan
         self._snapshot, self._meter, self._log, self._progress = snapshot, meter, log, progress
@@ -123,6 +123,8 @@ class Reporter:
         meter, snapshot = self._meter, self._snapshot
         meter.tokens, meter.flops, meter.seconds = snapshot.tokens, snapshot.flops, snapshot.seconds
         self._waiting, self.prediction, self._mark = None, {}, time.perf_counter()
+        if record["repeated"]:  # what the run was to end or to go back for is undone with its step
+            self.ends, self.spike = False, None
         if not snapshot.plans or record["plan"] != snapshot.plans[-1]["plan"]:
             snapshot.plans.append({"step": record["step"], "plan": record["plan"], "how": "ranks were lost"})
         self._log.write("loss", **record)
@@ -209,7 +211,9 @@ class Reporter:
             self._progress.message(f"step {step}, {prompt!r} continued: {text!r}")
 
     def ended(self, reason: str) -> None:
-        """Before its last step, but as wished: what follows is the end of any run."""
+        """Before its last step, but as wished: what follows is the end of any run, whoever is lost meanwhile."""
+        self.flush()
+        self.ends = True
         step, total = self._snapshot.step, self._snapshot.total_steps
         self._log.write("ended", step=step, reason=reason)
         self._progress.message(f"ended after step {step} of {total}: {reason}")
