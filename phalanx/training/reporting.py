@@ -115,7 +115,10 @@ class Reporter:
 
     def recovered(self, record: dict[str, Any], missed: Sequence[dict[str, Any]], told: int | None) -> None:
         """Ranks were lost, and this one goes on. missed: records of the newest steps, as another rank has them. told:
-        the last step that the run's log tells of, where this rank writes it."""
+        the last step that the run's log tells of, where this rank writes it. Steps from the record's on are undone."""
+        kept = [each for each in self.newest if each["step"] < record["step"]]
+        self.newest = deque(kept, maxlen=self.newest.maxlen)
+        missed = [each for each in missed if each["step"] < record["step"]]
         self.newest.extend(each for each in missed if not self.newest or each["step"] > self.newest[-1]["step"])
         for each in missed if told is not None else ():
             if told is not None and each["step"] > told:

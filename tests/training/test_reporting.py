@@ -78,3 +78,12 @@ def test_a_run_that_is_to_end_ends_after_a_loss_unless_it_goes_back(reporter: Re
     reporter.spike = 7
     reporter.recovered(lost(step=5, repeated=3), [], told=7)
     assert not reporter.ends and reporter.spike is None
+
+
+def test_steps_that_were_undone_are_not_told_of_again(reporter: Reporter, told: list[tuple[str, int]]) -> None:
+    undone = list(reporter.newest)
+    reporter.recovered(lost(step=4, repeated=4), undone, told=3)
+    made(reporter, 4)
+    assert [each["step"] for each in reporter.newest] == [4]
+    reporter.recovered(lost(step=5, repeated=0), list(reporter.newest), told=4)
+    assert told == [("on_loss", 4), ("on_step", 4), ("on_loss", 5)]
