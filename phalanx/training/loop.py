@@ -152,7 +152,7 @@ class Loop(ChangingRank):
                 self.folder.take_over(self._stack, progress.message)
                 progress.start({}, self.run.total_steps, self.snapshot.step)
             self.folder.tidy()
-            before = newest_steps(read_log(self.folder.path / "log-rank0.jsonl"))
+            before = newest_steps([*read_log(self.folder.path / "log-rank0.jsonl"), {**record, "kind": "loss"}])
             told = max(before, default=0)
             reporter.losses = [before[step] for step in sorted(before)]
             replace_text(self.folder.path / "plan.json", self.run.plan.to_json() + "\n")
