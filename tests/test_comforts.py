@@ -156,6 +156,13 @@ def test_the_model_is_heard_while_it_is_trained(tmp_path: Path):
     assert said[-1]["text"] == bytes(i for i in written[0, 4:].tolist() if i < 256).decode(errors="replace")
 
 
+def test_ranks_without_a_place_take_part_in_samples_of_the_model(tmp_path: Path, lent_ranks: list[int]):
+    options = {"generate_every": 1, "generate_prompts": "import ", "generate_tokens": 3, "device": "cpu"}
+    plans = {"plan": "pp=1,dp=1", "plan_at": ("2:pp=2,mb=2", "3:pp=1,dp=1")}
+    short_run(MODEL, "stdlib", tmp_path, **options, **plans, timeout=20.0)
+    assert lent_ranks == [2] and [record["step"] for record in records(tmp_path, "sample")] == [1, 2, 3]
+
+
 @pytest.mark.parametrize(
     "given, message",
     [

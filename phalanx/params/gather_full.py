@@ -16,7 +16,7 @@ from phalanx.state.reshard import gather_tensors
 if TYPE_CHECKING:
     from phalanx.launch.context import RankContext
 
-_TIMEOUT = 3600.0  # seconds: rank 0 may write many tensors to a slow disk before it asks for the next
+SLOW_DISK = 3600.0  # seconds: rank 0 may write many tensors there before it asks for the next
 
 
 class _ToRoot:
@@ -44,12 +44,12 @@ class _ToRoot:
 
 def gather_full(
     layout: Layout, pieces: Iterable[tuple[StateShard, Tensor]], context: RankContext, device: torch.device,
-    name: str = "whole",
+    name: str = "whole", timeout: float = SLOW_DISK,
 ) -> Iterator[tuple[str, Tensor]]:  # fmt: skip
     """Every tensor by its name on rank 0; the other ranks must exhaust it too, and get nothing.
 
     layout: what all ranks hold, which each of them works out for itself; pieces: what this one does. name: of the links
-    between them, another one each time.
+    between them, another one each time; timeout: seconds that a rank waits for another.
     """
     held = list(pieces)
     assert [shard for shard, _ in held] == list(layout.get(context.rank, ())), (
@@ -59,7 +59,7 @@ def gather_full(
         yield from ((shard.name, data.view(shard.shape)) for shard, data in held)
         return
     local = {shard.name: data for shard, data in held}
-    with Links(context, timeout=_TIMEOUT, name=name) as links:
+    with Links(context, timeout=timeout, name=name) as links:
         to_root = _ToRoot(links, context.rank, context.world)
         to_root.meet(device)
         yield from gather_tensors(layout, local, rank=context.rank, transport=to_root, device=device)

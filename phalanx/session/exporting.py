@@ -15,18 +15,20 @@ from phalanx.errors import CheckpointError
 from phalanx.launch.context import RankContext
 from phalanx.model.lora import Lora, adapted_layers, merged
 from phalanx.model.zoo.zoo import ModelSpec, build
-from phalanx.params.gather_full import gather_full
+from phalanx.params.gather_full import SLOW_DISK, gather_full
 from phalanx.session.spare import Member
 from phalanx.state.adapters import has_own_adapters, write_adapters, write_own_adapters
 from phalanx.state.dcp import write_dcp
 from phalanx.state.huggingface import export
 
 
-def whole_parameters(session: Member, context: RankContext, name: str = "whole") -> Iterator[tuple[str, Tensor]]:
-    """Every parameter on rank 0, one at a time; the other ranks must exhaust it too, and get nothing. name: another one
-    each time."""
-    state = session.state
-    return gather_full(state.layout.all_parameters(), state.values(), context, torch.device(context.device), name)
+def whole_parameters(
+    session: Member, context: RankContext, name: str = "whole", timeout: float = SLOW_DISK
+) -> Iterator[tuple[str, Tensor]]:
+    """Every parameter on rank 0, one at a time; the other ranks must exhaust it too, and get nothing. name, timeout:
+    see `gather_full`."""
+    state, device = session.state, torch.device(context.device)
+    return gather_full(state.layout.all_parameters(), state.values(), context, device, name, timeout)
 
 
 def export_model(

@@ -17,13 +17,13 @@ from phalanx.launch.context import RankContext
 from phalanx.model.zoo.zoo import build
 from phalanx.prepare.prepare import Prepared
 from phalanx.session.exporting import whole_parameters
-from phalanx.session.session import Session
+from phalanx.session.spare import Member
 
 TASKS = ("causal-lm", "text-to-text")
 
 
 class Generator:
-    """Continues the prompts of a run. Every rank makes and calls it; rank 0 has the texts."""
+    """Continues the prompts of a run. Every rank makes and calls it, one without a place too; rank 0 has the texts."""
 
     def __init__(self, run: Prepared, config: RunConfig, context: RankContext) -> None:
         if run.task.name not in TASKS or run.spec.config is None:
@@ -40,9 +40,9 @@ class Generator:
         self._tokenizer: Tokenizer = run.tokenizer
         self._module: Any = None
 
-    def __call__(self, session: Session, step: int) -> list[tuple[str, str]]:
+    def __call__(self, session: Member, step: int) -> list[tuple[str, str]]:
         """Each prompt with what the model makes of it."""
-        tensors = whole_parameters(session, self._context, f"generate-{step}")
+        tensors = whole_parameters(session, self._context, f"generate-{step}", self._config.timeout)
         if self._context.rank > 0:
             for _ in tensors:
                 raise AssertionError("only rank 0 gets tensors")

@@ -152,7 +152,7 @@ class Loop(ChangingRank):
                 self.folder.take_over(self._stack, progress.message)
                 progress.start({}, self.run.total_steps, self.snapshot.step)
             self.folder.tidy()
-            before = newest_steps(read_log(self.folder.path / "log-rank0.jsonl"))
+            before = newest_steps([*read_log(self.folder.path / "log-rank0.jsonl"), {**record, "kind": "loss"}])
             told = max(before, default=0)
             reporter.losses = [before[step] for step in sorted(before)]
             replace_text(self.folder.path / "plan.json", self.run.plan.to_json() + "\n")
@@ -206,7 +206,7 @@ class Loop(ChangingRank):
             if self._deal_with(step, outcome, reporter, checkpoints, stop):
                 return True
         elif self.lost_save and self.config.checkpoint_every != "never":
-            self._save(checkpoints)
+            self._save(checkpoints, reporter)
         self.lost_save = False
         return reporter.stops or reporter.ends
 
@@ -260,23 +260,22 @@ class Loop(ChangingRank):
         eval_loss = evaluated.pop("eval_loss", None)
         is_best = eval_loss is not None and self.snapshot.judge(step, eval_loss)
         reporter.step(self._facts(step, eval_loss, evaluated), outcome)
-        if reporter.spike is not None and config.on_spike == "rollback":
-            self._roll_back(checkpoints, reporter.spike, step)
-        if self._due(step, config.generate_every):
-            self._generate(step, reporter)
-        if predictor is not None and predictor.is_due:
-            with reporter.paused():
-                reporter.predicted(**predictor.fields(self.memory.fit.bytes))
+        self._roll_back(checkpoints, reporter, step)
         # Ranks agree within a step; alone there is nobody to agree with. Asked once: a signal between saving
         # and leaving loses no step.
         stopping = reporter.stops or (self.context.world == 1 and stop.signal is not None)
         ending = self._reason_to_end(reporter, evaluated=eval_loss is not None)
+        if ending and not stopping:
+            reporter.ended(ending)
+        if predictor is not None and predictor.is_due:
+            with reporter.paused():
+                reporter.predicted(**predictor.fields(self.memory.fit.bytes))
         every = config.checkpoint_every
         due = stopping or ending or self.lost_save or (is_best and config.keep_best)
         if every != "never" and (due or self._due(step, every)):
-            self._save(checkpoints)
-        if ending and not stopping:
-            reporter.ended(ending)
+            self._save(checkpoints, reporter)
+        if self._due(step, config.generate_every):
+            self._generate(step, reporter)
         if stopping or ending or step == self.run.total_steps:
             return True
         checkpoints.tell()
@@ -287,8 +286,7 @@ class Loop(ChangingRank):
             checkpoints.save_at_last(self.snapshot, self.session, stop, self._spared)
 
     def _generate(self, step: int, reporter: Reporter) -> None:
-        """A spare rank has no part of the model to generate with."""
-        if self.generator is not None and isinstance(self.session, Session):
+        if self.generator is not None:
             with reporter.paused(), self.context.slot.within("generate"):
                 reporter.generated(step, self.generator(self.session, step))
 
@@ -353,17 +351,20 @@ class Loop(ChangingRank):
         """The step of the best checkpoint, which is kept besides the newest."""
         return self.snapshot.best_step if self.config.keep_best else None
 
-    def _save(self, checkpoints: Checkpoints) -> None:
+    def _save(self, checkpoints: Checkpoints, reporter: Reporter) -> None:
+        reporter.flush()
+        self._roll_back(checkpoints, reporter, self.snapshot.step)  # a spike that a GPU tells of late is not saved
         self.snapshot.own_lr = self.lr(self.snapshot.step) if self.job.lr_function is not None else None
         checkpoints.save(self.snapshot, self.session, self._spared)
 
-    def _roll_back(self, checkpoints: Checkpoints, spike: int, step: int) -> None:
-        """Ends this part of the run, on all ranks; the next goes on from the newest checkpoint and leaves the samples
-        since then out."""
-        newest = checkpoints.newest()
-        if newest is None:
-            return  # nothing to go back to: the spike was skipped
-        back = int(newest.name.removeprefix("step-"))
+    def _roll_back(self, checkpoints: Checkpoints, reporter: Reporter, step: int) -> None:
+        """After a spike, where that was asked for: ends this part of the run, on all ranks; the next goes on from the
+        newest checkpoint and leaves the samples since then out."""
+        spike, reporter.spike = reporter.spike, None
+        newest = checkpoints.newest() if spike is not None and self.config.on_spike == "rollback" else None
+        back = int(newest.name.removeprefix("step-")) if newest is not None else 0
+        if newest is None or spike is None or back >= spike:
+            return  # with nothing to go back to, the spike was skipped
         periods = self.config.periods
         seen = periods.at(step).sample_at(step + 1) - periods.at(back + 1).sample_at(back + 1)
         passed_over = self.snapshot.passed_over + seen

@@ -99,10 +99,9 @@ class ReadyRank:
         self.snapshot.plans[-1]["plan"], self.changes.whole = run.plan.shown, run.plan.full_text
         if run.choice is not None:
             self.changes.plan = run.plan.full_text
+        self._open_generator()
         if isinstance(self.session, Spare):
             return {}  # only rank 0 shows it, which always has a place
-        if config.generate_every:
-            self._open_generator()
         now = config.override(batch_size=self.changes.period.batch_size)
         with self.phases.phase("data"):
             padding = padding_text(run, job, say) if self.context.rank == 0 else ""
@@ -267,7 +266,8 @@ class ReadyRank:
             self.metrics = Metrics(self.run, self.config, self.job.metrics)
 
     def _open_generator(self) -> None:
-        self.generator = Generator(self.run, self.config, self.context)
+        if self.config.generate_every:
+            self.generator = Generator(self.run, self.config, self.context)
 
     def _require_same_rate(self) -> None:
         """A function of the user's own is recognised by the rate of the last step, as far as the run had one."""

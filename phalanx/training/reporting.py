@@ -64,7 +64,7 @@ class Reporter:
     ) -> None:
         self.losses: list[float] = []
         self.spike: int | None = None  # the step of one that was reported
-        self.ends = False  # whether a callback asked that the run end
+        self.ends = False  # whether the run is to end, because a callback asked for it or what follows was `ended`
         self.stops = False  # whether a step that was reported had been asked to be the last
         self.changes = False  # whether one had been asked for another plan
         self._snapshot, self._meter, self._log, self._progress = snapshot, meter, log, progress
@@ -115,7 +115,10 @@ class Reporter:
 
     def recovered(self, record: dict[str, Any], missed: Sequence[dict[str, Any]], told: int | None) -> None:
         """Ranks were lost, and this one goes on. missed: records of the newest steps, as another rank has them. told:
-        the last step that the run's log tells of, where this rank writes it."""
+        the last step that the run's log tells of, where this rank writes it. Steps from the record's on are undone."""
+        kept = [each for each in self.newest if each["step"] < record["step"]]
+        self.newest = deque(kept, maxlen=self.newest.maxlen)
+        missed = [each for each in missed if each["step"] < record["step"]]
         self.newest.extend(each for each in missed if not self.newest or each["step"] > self.newest[-1]["step"])
         for each in missed if told is not None else ():
             if told is not None and each["step"] > told:
@@ -123,6 +126,8 @@ class Reporter:
         meter, snapshot = self._meter, self._snapshot
         meter.tokens, meter.flops, meter.seconds = snapshot.tokens, snapshot.flops, snapshot.seconds
         self._waiting, self.prediction, self._mark = None, {}, time.perf_counter()
+        if record["repeated"]:  # what the run was to end or to go back for is undone with its step
+            self.ends, self.spike = False, None
         if not snapshot.plans or record["plan"] != snapshot.plans[-1]["plan"]:
             snapshot.plans.append({"step": record["step"], "plan": record["plan"], "how": "ranks were lost"})
         self._log.write("loss", **record)
@@ -209,7 +214,9 @@ class Reporter:
             self._progress.message(f"step {step}, {prompt!r} continued: {text!r}")
 
     def ended(self, reason: str) -> None:
-        """Before its last step, but as wished: what follows is the end of any run."""
+        """Before its last step, but as wished: what follows is the end of any run, whoever is lost meanwhile."""
+        self.flush()
+        self.ends = True
         step, total = self._snapshot.step, self._snapshot.total_steps
         self._log.write("ended", step=step, reason=reason)
         self._progress.message(f"ended after step {step} of {total}: {reason}")

@@ -309,8 +309,7 @@ class SurvivingRank(RankGoingBack):
         self.changes.plan = plan.full_text
         self.mirror.renew()
         self.folder.enter(context)
-        if self.config.generate_every:
-            self._open_generator()
+        self._open_generator()
 
 
 def _until_all_are_there(context: RankContext, generation: Generation) -> None:

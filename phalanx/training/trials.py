@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.comm.links import abort_all
+from phalanx.config import RunConfig
 from phalanx.errors import BeginAnew, ConfigError, LinkError, PhalanxError
 from phalanx.launch.context import RankContext
 from phalanx.launch.join import run_joined
@@ -32,10 +33,13 @@ from phalanx.training.job import Job
 
 STEPS = 4  # of which the first compiles, and the second may
 _KEY = "trial"
-_WITHOUT: dict[str, Any] = {
-    "steps": STEPS, "epochs": None, "warmup_steps": 0, "lr_steps": None, "resume": "never", "checkpoint_every": "never",
-    "export": False, "progress": "off", "json_output": False, "profile_steps": None, "timeline_step": None,
-    "eval_every": 0, "eval_data": (), "measure_top": None,
+_AS_IF_NOT_GIVEN = (
+    "measure_top", "epochs", "warmup_steps", "lr_steps", "plan_at", "batch_size_at", "seq_len_at", "resume", "on_spike",
+    "eval_data", "eval_every", "metrics", "early_stop", "keep_best", "generate_every", "generate_prompts", "export_dcp",
+    "remote", "report_to", "json_output", "profile_steps", "memory_snapshot", "timeline_step",
+)  # fmt: skip
+WITHOUT: dict[str, Any] = {name: RunConfig.model_fields[name].default for name in _AS_IF_NOT_GIVEN} | {
+    "steps": STEPS, "checkpoint_every": "never", "export": False, "progress": "off",
 }  # fmt: skip
 
 
@@ -115,7 +119,7 @@ def _told_as_failed(job: Job) -> Iterator[None]:
 def _trial(job: Job, plan: Plan | None, out: Path) -> Job:
     """plan: None for what the search finds first."""
     text = job.config.plan if plan is None else plan.full_text
-    return replace(job, config=job.config.override(**_WITHOUT, plan=text, out=str(out)), eval_data=None)
+    return replace(job, config=job.config.override(**WITHOUT, plan=text, out=str(out)), eval_data=None, metrics={})
 
 
 def _read(job: Job) -> Trial:

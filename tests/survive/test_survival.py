@@ -180,8 +180,10 @@ def test_a_process_that_takes_another_ones_place_has_the_time_it_needs(
 
 
 def test_what_nobody_else_held_comes_from_the_newest_checkpoint(pool: WorkerPool, tmp_path: Path, alone: Path) -> None:
-    fit(pool, tmp_path, 2, "replace", plan="pp=2,mb=2", strikes=[Strike(1, in_step(5, "F"))], checkpoint_every=2)
+    strike = Strike(1, in_step(5, "F"))
+    found = fit(pool, tmp_path, 2, "replace", plan="pp=2,mb=2", strikes=[strike], checkpoint_every=2)
     require_same_run(tmp_path, alone)
+    assert found.losses == tuple(loss for _, _, loss in ledger(tmp_path)), "of steps that were undone there are none"
     (loss,) = losses_of_ranks(tmp_path)
     assert "checkpoints/step-0000000" in loss["source"] and loss["step"] in (3, 5)
     assert loss["repeated"] in (0, 1, 2, 3)

@@ -10,11 +10,13 @@ from typing import Any
 import pytest
 import torch
 
+from phalanx.engine.step import Outcome
 from phalanx.errors import ConfigError, PhalanxError
 from phalanx.launch.context import RankContext
 from phalanx.observe import memory_snapshot as snapshots
 from phalanx.observe.runlog import read_log
 from phalanx.observe.story import story
+from phalanx.training.reporting import Reporter, StepFacts
 from phalanx.training.spikes import spike_limit
 from tests.run_helpers import losses, records, short_run
 
@@ -81,6 +83,26 @@ def test_a_run_goes_back_before_a_spike_and_passes_its_batches_over(tmp_path: Pa
     assert result.losses == plain.losses[10:], "as if those samples had never been"
     short_run(Linear(), data, tmp_path / "a", **{**options, "steps": 15}, resume="auto")
     assert records(tmp_path / "a", "step")[-1]["samples"] == 15 * 4 + 8, "also when the run goes on"
+
+
+def test_a_spike_before_the_first_checkpoint_is_skipped_and_forgotten(tmp_path: Path):
+    options = {**OPTIONS, "on_spike": "rollback", "steps": 13, "checkpoint_every": 11}
+    result = short_run(Linear(), Sudden(spike=10), tmp_path, **options)
+    assert result.skipped == 1 and not records(tmp_path, "rollback")
+
+
+@pytest.mark.parametrize("spike, left_out", [(10, "5 batches"), (11, "2 batches")])
+def test_a_spike_that_is_told_of_a_step_late_is_not_gone_back_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spike: int, left_out: str
+):
+    def step_on_a_gpu(reporter: Reporter, facts: StepFacts, outcome: Outcome) -> None:
+        reporter.flush()
+        reporter._waiting = facts, outcome
+
+    monkeypatch.setattr(Reporter, "step", step_on_a_gpu)
+    short_run(Linear(), Sudden(spike), tmp_path, **{**OPTIONS, "on_spike": "rollback", "steps": 12})
+    (back,) = records(tmp_path, "rollback")
+    assert back["message"].endswith(f"going back to step-{(spike - 1) // 5 * 5:08}, and leaving {left_out} out")
 
 
 def test_a_run_that_spikes_again_and_again_ends(tmp_path: Path):
