@@ -5,13 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 from torch.optim.lr_scheduler import OneCycleLR, ReduceLROnPlateau, StepLR
 
 import phalanx
-from phalanx.errors import ConfigError
+from phalanx.errors import ConfigError, PhalanxError
 from phalanx.params.lr_schedule import ScheduledRate, checked_rate
 from phalanx.params.optimizer_instance import read_optimizer
 from phalanx.state.checkpoint import find
@@ -33,6 +34,30 @@ def test_a_snapshot_remembers_the_lowest_eval_loss_and_how_long_ago_it_was():
         True, True, False, False, True,
     ]  # fmt: skip
     assert (snapshot.best_loss, snapshot.best_step, snapshot.worse_in_a_row) == (1.0, 5, 0)
+    snapshot.not_saved(4)
+    assert snapshot.best_step == 5
+    snapshot.not_saved(5)  # the best that there is on the disk
+    assert (snapshot.best_loss, snapshot.best_step) == (2.0, 2)
+
+
+def test_the_length_of_epochs_is_that_of_the_samples_that_a_run_begins_with(tmp_path: Path):
+    """Wherever it goes on."""
+    np.save(tmp_path / "tokens.npy", np.arange(320) % 90)
+    options: dict[str, Any] = {"seq_len": 8, "seq_len_at": "3:16", "steps": None, "epochs": 1, "batch_size": 4}
+    options |= {"checkpoint_every": 4, "keep_checkpoints": 9}
+    whole = short_run("gpt2", tmp_path / "tokens.npy", tmp_path / "one", **options)
+    resume = str(tmp_path / "one" / "checkpoints" / "step-00000004")
+    again = short_run("gpt2", tmp_path / "tokens.npy", tmp_path / "two", **options, resume=resume)
+    assert whole.steps == again.steps == 10 and again.loss == whole.loss
+
+
+def test_a_checkpoint_of_whatever_name_is_gone_back_to(tmp_path: Path):
+    options: dict[str, Any] = {"seq_len": 8, "batch_size": 4, "spike_factor": 1.00001, "on_spike": "rollback"}
+    options |= {"max_nonfinite": 100, "checkpoint_every": 100, "lr_schedule": "constant"}
+    short_run("gpt2", "synthetic", tmp_path / "one", **options, steps=12)
+    (tmp_path / "one" / "checkpoints" / "step-00000012").rename(tmp_path / "good")
+    with pytest.raises(PhalanxError, match="going back to good, and leaving 1 batch out; that would be for the 4th time"):
+        short_run("gpt2", "synthetic", tmp_path / "two", **options, steps=16, resume=str(tmp_path / "good"))
 
 
 def rising(step: int) -> float:

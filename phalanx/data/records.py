@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import json
 import shutil
-import tempfile
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from phalanx.data.cache import scratch, writing
 from phalanx.data.samples import Indices, Request, Samples
 from phalanx.errors import DataError
 from phalanx.tasks.base import Batch, PackedTask, Sample
@@ -92,8 +92,7 @@ class RowSpool:
     """Rows on disk, as JSON with the places where they begin; removed with the object."""
 
     def __init__(self, cache: Path, rows: Iterator[Row]) -> None:
-        cache.mkdir(parents=True, exist_ok=True)
-        folder = Path(tempfile.mkdtemp(prefix="spool-", dir=cache))
+        self._folder = folder = scratch(cache, "spool-")
         self._file = (folder / "rows.jsonl").open("w+b")
         self._rows, self._begins, self._end = rows, list[int](), 0
         self.exhausted = False
@@ -110,8 +109,9 @@ class RowSpool:
         return len(self._begins)
 
     def _append(self, line: bytes) -> None:
-        self._file.seek(self._end)
-        self._file.write(line + b"\n")
+        with writing(self._folder):
+            self._file.seek(self._end)
+            self._file.write(line + b"\n")
         self._begins.append(self._end)
         self._end = self._file.tell()
 

@@ -10,9 +10,9 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import tempfile
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -20,6 +20,7 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
+from phalanx.data.cache import scratch, writing
 from phalanx.errors import DataError
 from phalanx.records import read_json
 
@@ -57,22 +58,26 @@ class TokenStream:
 
 class _Writer:
     def __init__(self, folder: Path, dtype: np.dtype[Any]) -> None:
+        self._folder = folder
         self._file: BinaryIO = (folder / _TOKENS).open("wb")
         self._dtype = dtype
         self.num_tokens = 0
         self.ends: list[int] = []
 
     def append(self, ids: NDArray[Any], ends: bool) -> None:
-        self._file.write(np.ascontiguousarray(ids, self._dtype).tobytes())
+        with writing(self._folder):
+            self._file.write(np.ascontiguousarray(ids, self._dtype).tobytes())
         self.num_tokens += len(ids)
         if ends and self.num_tokens > (self.ends[-1] if self.ends else 0):
             self.ends.append(self.num_tokens)
 
     def flush(self) -> None:
-        self._file.flush()
+        with writing(self._folder):
+            self._file.flush()
 
     def close(self) -> None:
-        self._file.close()
+        with suppress(OSError):  # what could not be written was said
+            self._file.close()
 
 
 def build_stream(
@@ -82,11 +87,11 @@ def build_stream(
     final = cache / f"stream-{key}"
     if (loaded := _load(final)) is not None:
         return loaded
-    cache.mkdir(parents=True, exist_ok=True)
-    work = Path(tempfile.mkdtemp(prefix="building-", dir=cache))
+    work = scratch(cache, "building-")
     try:
         _write(work, token_dtype(vocab_size), pieces(), skipped)
-        _publish(work, final)
+        with writing(cache):
+            _publish(work, final)
     finally:
         shutil.rmtree(work, ignore_errors=True)
     loaded = _load(final)
@@ -99,11 +104,13 @@ def _write(folder: Path, dtype: np.dtype[Any], pieces: Iterator[Piece], skipped:
     try:
         for ids, ends in pieces:
             writer.append(ids, ends)
+        writer.flush()
     finally:
         writer.close()
-    np.save(folder / _ENDS, np.asarray(writer.ends, np.int64))
     meta = {"dtype": dtype.name, "num_tokens": writer.num_tokens, "skipped": skipped}
-    (folder / _META).write_text(json.dumps(meta), encoding="utf-8")
+    with writing(folder):
+        np.save(folder / _ENDS, np.asarray(writer.ends, np.int64))
+        (folder / _META).write_text(json.dumps(meta), encoding="utf-8")
 
 
 def _publish(work: Path, final: Path) -> None:
@@ -135,8 +142,7 @@ class GrowingStream:
     """A stream read from `pieces` only as far as it is asked for; its spool is removed with it."""
 
     def __init__(self, cache: Path, vocab_size: int, pieces: Iterator[Piece]) -> None:
-        cache.mkdir(parents=True, exist_ok=True)
-        self._folder = Path(tempfile.mkdtemp(prefix="spool-", dir=cache))
+        self._folder = scratch(cache, "spool-")
         self._dtype = token_dtype(vocab_size)
         self._writer = _Writer(self._folder, self._dtype)
         self._pieces = pieces

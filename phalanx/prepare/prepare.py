@@ -122,7 +122,7 @@ def prepare(
             for own in lengths.values():
                 eval_batches.mask_like(own)
                 own.mask_like(eval_batches)
-    total_steps, length_reason = run_length(config, batches)
+    total_steps, length_reason = run_length(config, next(iter(lengths.values()), batches))  # as the run begins
     evaluated = 0 if eval_batches is None else eval_length(config, eval_batches)
     read = read_model(
         spec, task, batches, config, context, groups, step, optimizer_class, plan, phase, tried, evaluated

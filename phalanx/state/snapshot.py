@@ -53,6 +53,7 @@ class Snapshot:
     eval_loss: float | None = None
     best_loss: float | None = None  # the lowest eval loss so far
     best_step: int | None = None
+    best_before: tuple[float | None, int | None] = (None, None)  # these two as they were before
     worse_in_a_row: int = 0  # evaluations since then
     skipped: int = 0  # steps, in all
     skipped_in_a_row: int = 0
@@ -70,8 +71,14 @@ class Snapshot:
         if not (self.best_loss is None or eval_loss < self.best_loss) or math.isnan(eval_loss):
             self.worse_in_a_row += 1
             return False
+        self.best_before = self.best_loss, self.best_step
         self.best_loss, self.best_step, self.worse_in_a_row = eval_loss, step, 0
         return True
+
+    def not_saved(self, step: int) -> None:
+        """Of this step there is no checkpoint, and nothing to keep as the best."""
+        if step == self.best_step:
+            self.best_loss, self.best_step = self.best_before
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)

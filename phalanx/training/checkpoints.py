@@ -55,18 +55,19 @@ class Checkpoints:
         if self._context.device != "cpu":
             self._saver.prepare(member.state.shards())
 
-    def save(self, snapshot: Snapshot, member: Member, spare: int | None = None) -> None:
-        """spare: the step of a checkpoint that is kept besides the newest."""
+    def save(self, snapshot: Snapshot, member: Member, keeps_best: bool = False) -> None:
+        """keeps_best: besides the newest."""
         self._reporter.flush()
         with self._reporter.paused(), self._phases.phase("checkpoint"), self._context.slot.within("save"):
             began = time.perf_counter()
             self._saver.wait()
             self.tell()
             snapshot.optimizer, snapshot.loss_scale = member.state.scalars()
+            spare = snapshot.best_step if keeps_best else None
             self._saver.save(snapshot.step, member.state.shards(), snapshot.to_json(), spare)
             self._saver.facts.stall_seconds = time.perf_counter() - began  # the one before may have been on its way
 
-    def save_at_last(self, snapshot: Snapshot, member: Member, stop: StopRequest, spare: int | None = None) -> None:
+    def save_at_last(self, snapshot: Snapshot, member: Member, stop: StopRequest, keeps_best: bool = False) -> None:
         """Waits for the last checkpoint; while the disk refuses it, tries again: the values are in memory only.
 
         All ranks see every refusal alike, and so try equally often.
@@ -80,7 +81,7 @@ class Checkpoints:
             time.sleep(_TRY_AGAIN_SECONDS)
             if self._context.abort.reason is not None or stop.signal is not signalled:
                 raise refused
-            self.save(snapshot, member, spare)
+            self.save(snapshot, member, keeps_best)
         raise CheckpointError(
             f"the last checkpoint could not be saved for {_TRIES * _TRY_AGAIN_SECONDS / 60:.0f} minutes",
             f"the newest is {self._saver.last or self._resumed or 'none'}; make room and go on with --resume auto",

@@ -37,6 +37,7 @@ from phalanx.prepare.deterministic import fixed_kernels
 from phalanx.session.exporting import export_dcp, export_model
 from phalanx.session.session import Session
 from phalanx.session.spare import Spare
+from phalanx.state import checkpoint
 from phalanx.state.folders import final_folder, replace_text
 from phalanx.tasks.base import Batch
 from phalanx.training.callbacks import Emit
@@ -283,7 +284,7 @@ class Loop(ChangingRank):
 
     def _save_at_last(self, checkpoints: Checkpoints, stop: StopRequest) -> None:
         with self.phases.phase("checkpoint"):
-            checkpoints.save_at_last(self.snapshot, self.session, stop, self._spared)
+            checkpoints.save_at_last(self.snapshot, self.session, stop, self.config.keep_best)
 
     def _generate(self, step: int, reporter: Reporter) -> None:
         if self.generator is not None:
@@ -346,23 +347,18 @@ class Loop(ChangingRank):
         self._emit("on_evaluate", {"step": step, **found, "eval_samples": samples})
         return found
 
-    @property
-    def _spared(self) -> int | None:
-        """The step of the best checkpoint, which is kept besides the newest."""
-        return self.snapshot.best_step if self.config.keep_best else None
-
     def _save(self, checkpoints: Checkpoints, reporter: Reporter) -> None:
         reporter.flush()
         self._roll_back(checkpoints, reporter, self.snapshot.step)  # a spike that a GPU tells of late is not saved
         self.snapshot.own_lr = self.lr(self.snapshot.step) if self.job.lr_function is not None else None
-        checkpoints.save(self.snapshot, self.session, self._spared)
+        checkpoints.save(self.snapshot, self.session, self.config.keep_best)
 
     def _roll_back(self, checkpoints: Checkpoints, reporter: Reporter, step: int) -> None:
         """After a spike, where that was asked for: ends this part of the run, on all ranks; the next goes on from the
         newest checkpoint and leaves the samples since then out."""
         spike, reporter.spike = reporter.spike, None
         newest = checkpoints.newest() if spike is not None and self.config.on_spike == "rollback" else None
-        back = int(newest.name.removeprefix("step-")) if newest is not None else 0
+        back = checkpoint.open(newest, verify=False).step if newest is not None else 0
         if newest is None or spike is None or back >= spike:
             return  # with nothing to go back to, the spike was skipped
         periods = self.config.periods
@@ -410,7 +406,7 @@ class Loop(ChangingRank):
         reporter.finish(self.folder.path, exported, self.phases)
         self.session.close()
         snapshot, saved = self.snapshot, checkpoints.newest()
-        best, folder = self._spared, self.folder
+        best, folder = snapshot.best_step if self.config.keep_best else None, self.folder
         return Summary(
             snapshot.step, snapshot.loss, snapshot.eval_loss, tuple(reporter.losses), snapshot.skipped, folder.path,
             saved, exported, None if isinstance(self.job.model, nn.Module) else self.run.spec,

@@ -196,6 +196,8 @@ class Reporter:
     def refused(self, error: StorageError, saved: Path | None, last: bool) -> None:
         """The disk did not take a checkpoint. last: there will be no other step, so the run waits and tries again."""
         self._log.write("not_saved", step=error.step, message=error.message)
+        if not last:
+            self._snapshot.not_saved(error.step)
         newest = f"the newest checkpoint is {saved}" if saved else "there is no checkpoint yet"
         goes_on = "make room: it is tried again every few seconds" if last else "training goes on and will save again"
         self._progress.message(f"step {error.step}: {error.message}; {newest}; {goes_on}")

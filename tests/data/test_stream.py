@@ -72,6 +72,15 @@ def test_a_build_that_fails_leaves_nothing_behind(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_cache_that_cannot_be_written_is_said(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(DataError, match=r"cannot be kept in .*file.*: Not a directory") as refused:
+        build(tmp_path / "file" / "cache", [[1, 2, 3]])
+    assert "PHALANX_CACHE" in refused.value.hint
+    with pytest.raises(DataError, match="cannot be kept in"):
+        GrowingStream(tmp_path / "file" / "cache", 256, iter([]))
+
+
 def test_a_damaged_stream_is_built_again(tmp_path):
     build(tmp_path, [[1, 2, 3]])
     (tmp_path / "stream-k" / "tokens.bin").write_bytes(b"\0\0")
