@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -59,6 +60,8 @@ def gather_full(
         yield from ((shard.name, data.view(shard.shape)) for shard, data in held)
         return
     local = {shard.name: data for shard, data in held}
+    # Over a connection of its own: whoever waits in a store keeps a checkpoint that is on its way from asking it.
+    context = replace(context, store=context.store.clone())
     with Links(context, timeout=timeout, name=name) as links:
         to_root = _ToRoot(links, context.rank, context.world)
         to_root.meet(device)

@@ -17,8 +17,19 @@ from phalanx.errors import ConfigError
 from phalanx.launch.context import RankContext
 from phalanx.launch.worker_pool import WorkerPool
 from phalanx.training.trainer import Trainer, fit_on_rank
-from tests.run_helpers import short_config
-from tests.survive.runs import DATA, OPTIONS, Strike, fit, in_step, ledger, losses_of_ranks, require_same_run, stored
+from tests.run_helpers import records, short_config
+from tests.survive.runs import (
+    DATA,
+    OPTIONS,
+    Strike,
+    fit,
+    in_phase,
+    in_step,
+    ledger,
+    losses_of_ranks,
+    require_same_run,
+    stored,
+)
 from tests.survive.test_survival import LEFT, Slow
 
 LONGER = {**OPTIONS, "steps": 18}
@@ -91,3 +102,16 @@ def test_ranks_that_wait_for_others_are_saved_when_the_run_is_asked_to_end(
     Trainer("gpt2", DATA, config, optimizer_class=Slow).fit()
     torch.testing.assert_close(stored(tmp_path), stored(whole), rtol=1e-7, atol=1e-10)
     assert len(ledger(tmp_path)) == 18
+
+
+@pytest.mark.long
+def test_a_run_that_ends_early_ends_although_a_rank_is_lost_on_the_way_out(pool: WorkerPool, tmp_path: Path) -> None:
+    """As it shows what the model writes, with its last checkpoint on its way."""
+    config = short_config(
+        tmp_path, **OPTIONS | {"steps": 12, "lr": 1e-30, "warmup_steps": 0}, plan="dp=2", on_loss="replace",
+        eval_data="stdlib", eval_every=2, early_stop=1, generate_every=4, generate_prompts="x", generate_tokens=2,
+    )  # fmt: skip
+    strike = Strike(1, in_phase("generate", 4))
+    found = fit(pool, tmp_path, 2, "replace", strikes=[strike], trainer=Trainer("phalanx-demo", "stdlib", config))
+    assert found.steps == 4 and found.checkpoint == tmp_path / "checkpoints" / "step-00000004"
+    assert [each["step"] for each in records(tmp_path, "ended")] == [4]
