@@ -56,7 +56,7 @@ def test_a_checkpoint_of_whatever_name_is_gone_back_to(tmp_path: Path):
     options |= {"max_nonfinite": 100, "checkpoint_every": 100, "lr_schedule": "constant"}
     short_run("gpt2", "synthetic", tmp_path / "one", **options, steps=12)
     (tmp_path / "one" / "checkpoints" / "step-00000012").rename(tmp_path / "good")
-    with pytest.raises(PhalanxError, match="going back to good, and leaving 1 batch out; that would be for the 4th time"):
+    with pytest.raises(PhalanxError, match="going back to good, and leaving 1 batch out; that would"):
         short_run("gpt2", "synthetic", tmp_path / "two", **options, steps=16, resume=str(tmp_path / "good"))
 
 

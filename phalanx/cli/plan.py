@@ -156,7 +156,7 @@ def plan(
     if html is not None:
         _write_page(html, case, found, beside, quiet=as_json or export is not None)
     if export is not None:
-        _export(case, export, found.plans[0])
+        _export(case, export, found.plans[0], dtype)
     elif as_json:
         typer.echo(json.dumps(plan_report.as_data(case, found, beside), indent=2, ensure_ascii=False))
     else:
@@ -383,12 +383,12 @@ def _require_framework(name: str) -> None:
         raise ConfigError(message, nearest(name, FRAMEWORKS))
 
 
-def _export(case: Case, framework: str, best: Estimate) -> None:
+def _export(case: Case, framework: str, best: Estimate, dtype: str) -> None:
     """The text to stdout, what it lacks to stderr."""
     from phalanx.planning.export import Job, export
 
-    work, cluster = case.work, best.cluster
-    job = Job(best.plan, case.batch, work.tokens, len(work.layers), cluster.num_nodes, cluster.per_node)
+    work = case.work
+    job = Job(best.plan, case.batch, work.tokens, len(work.layers), best.cluster.slots, dtype)
     exported = export(framework, job)
     typer.echo(exported.text)
     for lost in exported.cannot:

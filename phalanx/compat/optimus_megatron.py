@@ -186,9 +186,7 @@ class ParallelismManager:
     def _exported(self, framework: str) -> Exported:
         selector, cluster = self._selector, self._selector.hardware.cluster
         work = selector.profiler.work
-        job = Job(
-            self._strategy.plan, selector.batch, work.tokens, len(work.layers), cluster.num_nodes, cluster.per_node
-        )
+        job = Job(self._strategy.plan, selector.batch, work.tokens, len(work.layers), cluster.slots)
         return export(framework, job)
 
     # Planning again.

@@ -16,7 +16,7 @@ from phalanx.plan.rules import OVERLAPS
 from phalanx.planning.cost import Machine, machines
 from phalanx.planning.footprint import held_by, most_slices
 from phalanx.planning.problem import Problem, Sharded
-from phalanx.planning.space import SHARDING, Base, Change, offloads, variants
+from phalanx.planning.space import SHARDING, Base, Change, keeps, offloads, variants
 from phalanx.planning.stage_times import StageTimes, worked_out
 
 UNEVEN = 1.15
@@ -55,7 +55,7 @@ def promising(
         if plan is not None and looked.at(plan, least, promise - least) and zero == 1:
             settled.add(key)
     if "offload" not in fixed:
-        for promise, extra, own, change in _on_host(problem, looked.tight):
+        for promise, extra, own, change in _on_host(problem, looked.tight, fixed):
             looked.known += 1
             least = extra + (own.least if problem.is_small else own.free)
             mesh, mb = mesh_key(own.plan), own.plan.mb
@@ -129,12 +129,12 @@ class _Hosted(NamedTuple):
     change: Change
 
 
-def _on_host(problem: Problem, tight: Sequence[_Tight]) -> list[_Hosted]:
+def _on_host(problem: Problem, tight: Sequence[_Tight], fixed: Mapping[str, Any]) -> list[_Hosted]:
     """The most promising first."""
     found: list[_Hosted] = []
     for own in tight:
         machine = machines(problem.cluster, problem.software, own.plan, problem.samples(own.plan))[0]
-        for change, extra in offloads(problem, own.plan):
+        for change, extra in (it for it in offloads(problem, own.plan) if keeps(it[0], fixed)):
             again = _again_beside(problem, machine, own.plan, change)
             found.append(_Hosted(own.free + extra + again, extra, own, change))
     return sorted(found, key=lambda own: own.promise)

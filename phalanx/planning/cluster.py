@@ -102,6 +102,11 @@ class Cluster:
         return min(kind.devices for kind in self.nodes)
 
     @property
+    def slots(self) -> tuple[int, ...]:
+        """Devices of each node, in order."""
+        return tuple(kind.devices for kind in self.nodes for _ in range(kind.count))
+
+    @property
     def num_nodes(self) -> int:
         return sum(kind.count for kind in self.nodes)
 

@@ -10,21 +10,26 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
+from phalanx.plan import fields
 from phalanx.plan.plan import Plan
 
 
 @dataclass(frozen=True)
 class Job:
-    """A plan and what it is for. nodes, devices: how many, and of each."""
+    """A plan and what it is for. slots: devices of each node."""
 
     plan: Plan
     batch: int
     tokens: int
     num_layers: int
-    nodes: int
-    devices: int
+    slots: tuple[int, ...]
+    dtype: str = "bfloat16"
+
+    @property
+    def nodes(self) -> int:
+        return len(self.slots)
 
     @property
     def samples(self) -> int:
@@ -60,6 +65,8 @@ def _common(job: Job) -> list[str]:
         lost.append("degrees that differ from unit to unit")
     if plan.overlap != "none" or plan.pairs:
         lost.append(f"overlap={plan.overlap}" if plan.overlap != "none" else "pairs=yes")
+    if plan.offload:
+        lost.append(fields.write({"offload": plan.offload}))
     if plan.sums:
         lost.append(f"sums={plan.sums}")
     if job.batch % (plan.dp * plan.mb):
@@ -67,11 +74,22 @@ def _common(job: Job) -> list[str]:
     return lost
 
 
+Words = TypeVar("Words", str, list[str])
+
+
+def _in_precision(job: Job, words: Mapping[str, Words], lost: list[str]) -> Words:
+    """How a framework says the precision; nothing of one that it lacks."""
+    if job.dtype not in words:
+        lost.append(f"dtype={job.dtype}")
+    return words.get(job.dtype) or type(next(iter(words.values())))()
+
+
 def _megatron(job: Job) -> Exported:
     plan, lost = job.plan, list[str]()
     words = [
         f"--tensor-model-parallel-size {plan.tp}", f"--pipeline-model-parallel-size {plan.pp}",
-        f"--micro-batch-size {job.samples}", f"--global-batch-size {job.batch}", f"--seq-length {job.tokens}", "--bf16",
+        f"--micro-batch-size {job.samples}", f"--global-batch-size {job.batch}", f"--seq-length {job.tokens}",
+        *_in_precision(job, {"bfloat16": ["--bf16"], "float16": ["--fp16"], "float32": []}, lost),
     ]  # fmt: skip
     if plan.sequence:
         words.append("--sequence-parallel")
@@ -123,13 +141,24 @@ def _megatron_recompute(job: Job, lost: list[str]) -> list[str]:
     return []
 
 
+_DEEPSPEED = {"bfloat16": ["bf16"], "float16": ["fp16"], "float32": list[str]()}
+
+
+def _deepspeed_nodes(job: Job, lost: list[str]) -> str:
+    if len(set(job.slots)) == 1:
+        return f"--num_nodes {job.nodes} --num_gpus {job.slots[0]}"
+    counts = ", ".join(f"slots={count}" for count in job.slots)
+    lost.append(f"nodes of several sizes without a hostfile: HOSTFILE names each node in order, with {counts}")
+    return "--hostfile HOSTFILE"
+
+
 def _deepspeed(job: Job) -> Exported:
     plan, lost = job.plan, list[str]()
     config: dict[str, object] = {
         "train_batch_size": job.batch,
         "train_micro_batch_size_per_gpu": job.samples,
         "gradient_accumulation_steps": plan.mb,
-        "bf16": {"enabled": True},
+        **{name: {"enabled": True} for name in _in_precision(job, _DEEPSPEED, lost)},
         "zero_optimization": {"stage": plan.zero, "overlap_comm": True},
     }
     if plan.zero == 3 and plan.zero_degree:
@@ -146,7 +175,7 @@ def _deepspeed(job: Job) -> Exported:
             lost.append(f"schedule={plan.schedule}")
     if any(job.recomputed):
         lost.append("recompute layer by layer: call checkpointing in the model")
-    launch = f"deepspeed --num_nodes {job.nodes} --num_gpus {job.devices} train.py --deepspeed_config ds_config.json"
+    launch = f"deepspeed {_deepspeed_nodes(job, lost)} train.py --deepspeed_config ds_config.json"
     return Exported(f"{json.dumps(config, indent=2)}\n\n{launch}", tuple(lost))
 
 
@@ -167,7 +196,7 @@ def _torchtitan(job: Job) -> Exported:
     reshard = "never" if plan.zero < 3 or plan.gathers == "step" else "always"
     training = {
         "local_batch_size": local, "global_batch_size": job.batch, "seq_len": job.tokens,
-        "mixed_precision_param": "bfloat16",
+        "mixed_precision_param": _in_precision(job, {own: own for own in ("bfloat16", "float32")}, lost) or "float32",
     }  # fmt: skip
     parallelism: dict[str, object] = {
         "data_parallel_shard_degree": sharded, "data_parallel_replicate_degree": plan.dp // sharded,
@@ -185,8 +214,8 @@ def _torchtitan(job: Job) -> Exported:
 def _accelerate(job: Job) -> Exported:
     plan, lost = job.plan, list[str]()
     head: dict[str, object] = {
-        "compute_environment": "LOCAL_MACHINE", "mixed_precision": "bf16", "num_machines": job.nodes,
-        "num_processes": plan.world,
+        "compute_environment": "LOCAL_MACHINE", "num_machines": job.nodes, "num_processes": plan.world,
+        "mixed_precision": _in_precision(job, {"bfloat16": "bf16", "float16": "fp16", "float32": "no"}, lost) or "no",
     }  # fmt: skip
     if plan.pp > 1 or plan.tp > 1:
         head |= {"distributed_type": "MEGATRON_LM", "megatron_lm_config": _accelerate_megatron(job, lost)}

@@ -88,7 +88,10 @@ def _on_parts(
         below = best / WORTH_LEAVING / judge(1.0, part.price)
         if least_seconds(own.model, part, own.software, own.batch, own.slot) >= below:
             continue
-        found = _on_all(own, fixed, keep, most, below)
+        try:
+            found = _on_all(own, fixed, keep, most, below)
+        except PlanError:
+            continue  # what is given does not go with so many devices
         better = tuple(each for each in found.plans if each.step_seconds < below)
         best = judge(better[0].step_seconds, part.price) if better else best
         yield replace(found, plans=better)

@@ -182,6 +182,11 @@ def offloads(problem: Problem, plan: Plan) -> list[tuple[Change, float]]:
     return found + [(change, own * ways[word]) for change in _fetched(problem, plan, word)]
 
 
+def keeps(change: Change, given: Mapping[str, Any]) -> bool:
+    """Whether whatever is given of a plan stays as it is."""
+    return all(given.get(name, value) == value for name, value in change.items())
+
+
 def _fetched(problem: Problem, plan: Plan, word: str) -> list[Change]:
     """With all parameters on the host. word: who updates."""
     if not may_host_parameters(plan):
@@ -214,10 +219,12 @@ def _schedules(plan: Plan, num_blocks: int, known: Mapping[str, Any]) -> list[di
         return [{"schedule": known["schedule"], "v": v}] if plan.pp * v <= num_blocks else []
     if plan.pp == 1:
         return [{"schedule": "1f1b"}]
-    virtual = [v for v in range(2, MOST_VIRTUAL + 1) if plan.pp * v <= num_blocks and plan.mb >= plan.pp]
+    most = max(MOST_VIRTUAL, known.get("v", 1))
+    virtual = [v for v in range(2, most + 1) if plan.pp * v <= num_blocks and plan.mb >= plan.pp]
     single = ({"schedule": name} for name in ("1f1b", "eager-1f1b", "zb-h1"))
     folded = [{"schedule": "zb-v", "v": 2}] if 2 * plan.pp <= num_blocks else []
-    return [*single, *({"schedule": "interleaved", "v": v} for v in virtual), *folded]
+    every = [*single, *({"schedule": "interleaved", "v": v} for v in virtual), *folded]
+    return [own for own in every if known.get("v", own.get("v", 1)) == own.get("v", 1)]
 
 
 def _shardings(plan: Plan, cluster: Cluster, known: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -17,7 +17,7 @@ from phalanx.planning.devices import GIB
 from phalanx.planning.estimate import Estimate, estimate
 from phalanx.planning.partition import evenly
 from phalanx.planning.problem import Problem
-from phalanx.planning.space import MOST_STAGES, SHARDING, Change, meshes, offloads
+from phalanx.planning.space import MOST_STAGES, SHARDING, Change, keeps, meshes, offloads
 from phalanx.planning.work import ModelWork
 
 
@@ -64,7 +64,9 @@ def nothing_fits(problem: Problem, fixed: Mapping[str, Any]) -> PlanError:
     nodes = next((n for n in (2, 4, 8, 16, 32, 64) if _fits_on(problem, cluster.scaled(n), fixed)), None)
     hints = [f"{nodes} times the nodes"] if nodes else []
     needed = sum(held.values()) / (1 - problem.software.slack) + problem.software.reserved
-    hints += [f"devices with {math.ceil(needed / GIB)} GiB or more", "shorter samples"]
+    hints.append(f"devices with {math.ceil(needed / GIB)} GiB or more")
+    if leanest.lacks < held["activations"] + held["working"]:
+        hints.append("shorter samples")
     given = f" with {_words(fixed)}" if fixed else ""
     message = (
         f"plan: {model.name} does not fit on {cluster}{given}: the leanest plan ({leanest.plan.shown}) lacks "
@@ -106,8 +108,12 @@ def leanest_plans(problem: Problem, fixed: Mapping[str, Any]) -> Iterator[Estima
         sharded = {"zero": 3} if plan.dp > 1 else {}
         counts = evenly([1.0] * len(problem.model.blocks), plan.pp)
         again = () if OVERLAPS[plan.overlap].recompute else ("block",)
-        lean = replace(plan, **{**sharded, **_sharding(fixed)}, stages=counts, recompute=again)
-        hosted: list[Change] = [] if "offload" in fixed else list(_all_hosted(problem, lean))
+        try:
+            lean = replace(plan, **{**sharded, **_sharding(fixed)}, stages=counts, recompute=again)
+        except PlanError:
+            continue  # what is given does not go with this mesh
+        every = [] if "offload" in fixed else _all_hosted(problem, lean)
+        hosted = [change for change in every if keeps(change, fixed)]
         for own in (lean, *(replace(lean, **change) for change in hosted)):
             yield estimate(problem.model, own, problem.cluster, problem.software, problem.batch)
 

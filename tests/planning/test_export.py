@@ -12,9 +12,9 @@ from phalanx.plan.plan import Plan
 from phalanx.planning.export import FRAMEWORKS, Exported, Job, export
 
 
-def exported(framework: str, plan: str, batch: int = 64, layers: int = 8) -> Exported:
+def exported(framework: str, plan: str, batch: int = 64, layers: int = 8, dtype: str = "bfloat16") -> Exported:
     chosen = Plan.parse(plan)
-    return export(framework, Job(chosen, batch, 2048, layers, 2, chosen.world // 2))
+    return export(framework, Job(chosen, batch, 2048, layers, 2 * (chosen.world // 2,), dtype))
 
 
 def words_of(framework: str, plan: str, batch: int = 64) -> list[str]:
@@ -80,3 +80,33 @@ def test_the_command_prints_it(framework: str, capsys: pytest.CaptureFixture[str
 def test_an_unknown_framework_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--model", "gpt2", "--cluster", "4 A100", "--export", "horovod"]) == 2
     assert "option export = 'horovod' is not one of megatron, deepspeed" in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_what_lies_on_the_host_is_lost_and_said(framework: str) -> None:
+    _, cannot = exported(framework, "dp=2,offload=optimizer:0.75,stages=10")
+    assert "offload=optimizer:0.75" in cannot
+
+
+@pytest.mark.parametrize(
+    ("framework", "bfloat16", "float16", "float32"),
+    [
+        ("megatron", "--bf16", "--fp16", ""), ("deepspeed", '"bf16"', '"fp16"', ""),
+        ("torchtitan", "mixed_precision_param bfloat16", "", "mixed_precision_param float32"),
+        ("accelerate", "mixed_precision: bf16", "mixed_precision: fp16", "mixed_precision: no"),
+    ],
+)  # fmt: skip
+def test_the_precision_is_that_which_was_planned_for(framework: str, bfloat16: str, float16: str, float32: str) -> None:
+    words = {"bfloat16": bfloat16, "float16": float16, "float32": float32}
+    for dtype, word in words.items():
+        text, cannot = exported(framework, "dp=2,stages=10", dtype=dtype)
+        lacks = framework == "torchtitan" and dtype == "float16"
+        assert word in text and (f"dtype={dtype}" in cannot) == lacks
+        assert lacks or not any(other and other in text for other in words.values() if other != word)
+    assert "dtype=float64" in exported(framework, "dp=2,stages=10", dtype="float64").cannot
+
+
+def test_nodes_of_several_sizes_are_named_in_a_hostfile() -> None:
+    text, cannot = export("deepspeed", Job(Plan(dp=10, stages=(10,)), 80, 2048, 8, (4, 4, 2)))
+    assert "deepspeed --hostfile HOSTFILE train.py" in text
+    assert any("slots=4, slots=4, slots=2" in lost for lost in cannot)

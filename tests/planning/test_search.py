@@ -313,3 +313,22 @@ def test_gradients_that_are_reduced_once_travel_once_and_not_for_nothing() -> No
     once, each = (seconds(f"mb=4,reduce={moment}", 32) for moment in ("step", "micro-batch"))
     assert 2 * own < each - once < 3.5 * own  # of four times three are saved
     assert seconds("mb=1,reduce=step", 8) == seconds("mb=1,reduce=micro-batch", 8) > own
+
+
+def test_a_part_that_does_not_go_with_what_is_given_hides_no_other() -> None:
+    """Three T4 have no plan with tp=2, and two H100 have."""
+    model = transformer("any", Shape(32, 4096, 32, 8, 14336, 128256, 2048))
+    found = search(model, Cluster.read("1x6 T4 + 1x2 H100"), Software(), 24, {"tp": 2, "pp": 1, "zero": 0})
+    assert found.plans[0].cluster.world == 2 and found.plans[0].plan.tp == 2
+    with pytest.raises(PlanError, match="does not fit on 1x3 T4 with zero=3"):
+        search(model, Cluster.read("3 T4"), Software(), 64, {"zero": 3})
+
+
+def test_what_is_given_of_schedules_is_kept() -> None:
+    model = transformer("any", Shape(10, 256, 4, 4, 1024, 1000, 512))
+    for v in (1, 2, 3, 6):
+        plans = search(model, Cluster.read("2 T4"), Software(), 30, {"pp": 2, "v": v}).plans
+        assert {own.plan.v for own in plans} == {v}
+    large = transformer("any", Shape(32, 4096, 32, 8, 14336, 128256, 2048))
+    for plan in search(large, Cluster.read("3 T4, host 1TB"), Software(), 64, {"schedule": "zb-v"}).plans:
+        assert plan.plan.schedule == "zb-v"
