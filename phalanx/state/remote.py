@@ -20,7 +20,7 @@ from typing import Any
 from phalanx.config import cache_folder
 from phalanx.errors import CheckpointError, ConfigError
 from phalanx.records import Malformed, read_record
-from phalanx.state.folders import MARKER, Marker, candidates, find, is_inside
+from phalanx.state.folders import MARKER, Marker, candidates, fault, find, is_inside, put_in_place, tidy
 
 CHECKPOINTS = "checkpoints"
 
@@ -49,27 +49,51 @@ def open_remote(url: str) -> tuple[Any, str]:
 
 def fetch_folder(url: str, folder: Path) -> Path:
     """Copies a folder from there; it appears whole or not at all."""
+    with _fetched_beside(url, folder) as partial:
+        os.rename(partial, folder)
+    return folder
+
+
+def fetch_checkpoint(url: str, final: Path) -> str | None:
+    """Copies a checkpoint from there, in place of one that may be here; what is wrong with it, if it is no good one."""
+    with _fetched_beside(url, final) as partial:
+        found = fault(partial, contents=True)
+        if found is None:
+            put_in_place(partial, final)
+            tidy(final.parent)
+    return found
+
+
+@contextlib.contextmanager
+def _fetched_beside(url: str, folder: Path) -> Iterator[Path]:
+    """What lies there, in a folder that is gone afterwards unless it was given its place."""
     system, path = open_remote(url)
     partial = folder.parent / f".{folder.name}.{secrets.token_hex(4)}.writing"
     try:
-        if not system.isdir(path):
-            raise FileNotFoundError("there is no such folder")
-        partial.mkdir(parents=True)
-        for file in system.find(path):
-            inside = os.path.relpath(file, path)
-            if not is_inside(inside):
-                raise ValueError(f"{file!r} is not a file of this folder")
-            target = partial / inside
-            target.parent.mkdir(parents=True, exist_ok=True)
-            system.get_file(file, str(target))
-        os.rename(partial, folder)
+        with _blaming(url):
+            if not system.isdir(path):
+                raise FileNotFoundError("there is no such folder")
+            partial.mkdir(parents=True)
+            for file in system.find(path):
+                inside = os.path.relpath(file, path)
+                if not is_inside(inside):
+                    raise ValueError(f"{file!r} is not a file of this folder")
+                target = partial / inside
+                target.parent.mkdir(parents=True, exist_ok=True)
+                system.get_file(file, str(target))
+        yield partial
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _blaming(url: str) -> Iterator[None]:
+    try:
+        yield
     except Exception as error:  # every file system raises its own kinds
         raise CheckpointError(
             f"{url} cannot be fetched: {type(error).__name__}: {error}", "check the name, and that you may read it"
         ) from error
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
-    return folder
 
 
 def local_copy(url: str) -> str:
@@ -80,7 +104,7 @@ def local_copy(url: str) -> str:
     if not folder.is_dir():
         try:
             fetch_folder(url, folder)
-        except CheckpointError:
+        except (CheckpointError, OSError):
             if not folder.is_dir():  # else another process was quicker
                 raise
     return str(folder)
@@ -130,13 +154,17 @@ class Remote:
     def _copy_checkpoints(self, path: Path) -> None:
         here = {each.name for each in find(self._folder / CHECKPOINTS)}
         if path.name in here:
+            self._unmark(path.name)
             self._put(path, f"{CHECKPOINTS}/{path.name}")
         for name in self._there():
             if name not in here:
-                gone = f"{self._path}/{CHECKPOINTS}/{name}"
-                with contextlib.suppress(FileNotFoundError):
-                    self._system.rm_file(f"{gone}/{MARKER}")  # before its first file goes
-                self._system.rm(gone, recursive=True)
+                self._unmark(name)
+                self._system.rm(f"{self._path}/{CHECKPOINTS}/{name}", recursive=True)
+
+    def _unmark(self, name: str) -> None:
+        """What lies there stops being a checkpoint, before its first file goes or is written again."""
+        with contextlib.suppress(FileNotFoundError):
+            self._system.rm_file(f"{self._path}/{CHECKPOINTS}/{name}/{MARKER}")
 
     def _there(self) -> list[str]:
         return list(_remote_checkpoints(self._system, self._path))
@@ -162,21 +190,34 @@ def _remote_checkpoints(system: Any, path: str) -> Iterator[str]:
         yield from (entry.rstrip("/").rpartition("/")[2] for entry in system.ls(folder, detail=False))
 
 
-def fetch_newest(url: str, folder: Path) -> str | None:
-    """Of a run that was copied there, the checkpoint that was written last, if none is here; its name."""
+def fetch_newest(url: str, folder: Path, say: Callable[[str], None] = lambda _: None) -> str | None:
+    """Of a run that was copied there, the good checkpoint that was written last, if none is here; its name. `say` is
+    told of those that were passed over."""
     if candidates(folder / CHECKPOINTS):
         return None
+    found = _complete(url)
+    faults: list[str] = []
+    for name in sorted(found, key=lambda name: found[name].written, reverse=True):
+        place = f"{url.rstrip('/')}/{CHECKPOINTS}/{name}"
+        fault_there = fetch_checkpoint(place, folder / CHECKPOINTS / name)
+        if fault_there is None:
+            return name
+        faults.append(f"{place} cannot be used: {fault_there}")
+        say(faults[-1])
+    if faults:
+        raise CheckpointError(
+            "the run has checkpoints, but none can be used:\n  " + "\n  ".join(faults),
+            "name another place (--remote) to train from the beginning",
+        )
+    return None
+
+
+def _complete(url: str) -> dict[str, Marker]:
+    """The checkpoints of a run that were copied there to the end, by name."""
     system, path = open_remote(url)
-    found: dict[str, int] = {}
+    found: dict[str, Marker] = {}
     for name in _remote_checkpoints(system, path.rstrip("/")):
-        try:
-            marker = read_record(Marker, system.cat_file(f"{path.rstrip('/')}/{CHECKPOINTS}/{name}/{MARKER}"))
-        except (FileNotFoundError, Malformed):
-            continue  # its copy was interrupted
-        found[name] = marker.written
-    if not found:
-        return None
-    newest = max(found, key=lambda name: found[name])
-    (folder / CHECKPOINTS).mkdir(parents=True, exist_ok=True)
-    fetch_folder(f"{url.rstrip('/')}/{CHECKPOINTS}/{newest}", folder / CHECKPOINTS / newest)
-    return newest
+        with contextlib.suppress(FileNotFoundError, Malformed):  # its copy was interrupted
+            marker = system.cat_file(f"{path.rstrip('/')}/{CHECKPOINTS}/{name}/{MARKER}")
+            found[name] = read_record(Marker, marker)
+    return found

@@ -151,7 +151,7 @@ class RunFolder:
         elif config.resume == "never" and config.remote is not None:
             refuse_used(config.remote)
         elif config.resume == "auto" and config.remote is not None:
-            newest = fetch_newest(config.remote, self.path)
+            newest = fetch_newest(config.remote, self.path, say)
             if newest is not None:
                 say(f"fetched {newest} from {config.remote}")
 

@@ -11,6 +11,7 @@ import torch
 
 from phalanx.data.tokenizer import ByteTokenizer
 from phalanx.errors import CheckpointError, ConfigError
+from phalanx.state import checkpoint
 from phalanx.state.dcp import is_dcp, write_dcp
 from phalanx.state.remote import Remote, fetch_folder, fetch_newest, local_copy, open_remote
 from tests.run_helpers import losses, padded_samples, short_run
@@ -61,6 +62,44 @@ def test_a_checkpoint_whose_copy_was_interrupted_is_passed_over(storage, tmp_pat
     storage.pipe("/runs/a/checkpoints/step-00000009/state.json", b"{}")
     assert fetch_newest("memory://runs/a", tmp_path) is None
     assert fetch_newest("memory://runs/none", tmp_path) is None
+
+
+def saved(run: Path, step: int, value: float) -> Path:
+    """A checkpoint of a run without settings."""
+    return checkpoint.save(run / "checkpoints", step, [("model/w", torch.full((9,), value))], {"value": value}, keep=9)
+
+
+def test_a_checkpoint_that_is_copied_over_one_of_its_step_is_none_until_it_is_whole(storage, tmp_path, monkeypatch):
+    run, said, real = tmp_path / "a", list[str](), type(storage).put_file
+
+    def put_file(self: Any, source: str, target: str) -> None:
+        if broken and target.endswith("safetensors"):
+            raise ConnectionError("gone")
+        real(self, source, target)
+
+    monkeypatch.setattr(type(storage), "put_file", put_file)
+    for broken, step in ((False, 2), (False, 4), (True, 4)):
+        remote = Remote("memory://runs/a", run, said.append)
+        remote.checkpoint(saved(run, step, float(broken)))
+        remote.close()
+    assert len(said) == 1
+    assert fetch_newest("memory://runs/a", tmp_path / "b") == "step-00000002"
+
+
+def test_a_checkpoint_that_is_damaged_there_is_passed_over(storage, tmp_path: Path):
+    run, said = tmp_path / "a", list[str]()
+    remote = Remote("memory://runs/a", run, said.append)
+    for step in (2, 4):
+        remote.checkpoint(saved(run, step, 1.0))
+    remote.close()
+    storage.pipe("/runs/a/checkpoints/step-00000004/state.json", b"{}")
+    assert fetch_newest("memory://runs/a", tmp_path / "b", said.append) == "step-00000002"
+    assert len(said) == 1
+    assert "step-00000004 cannot be used: state.json has 2 bytes" in said[0]
+    storage.rm("/runs/a/checkpoints/step-00000002", recursive=True)
+    with pytest.raises(CheckpointError, match=r"none can be used(.|\n)*step-00000004"):
+        fetch_newest("memory://runs/a", tmp_path / "c")
+    assert not list((tmp_path / "c" / "checkpoints").iterdir())
 
 
 def test_what_cannot_be_copied_is_said_and_the_run_goes_on(storage, tmp_path: Path, monkeypatch):
