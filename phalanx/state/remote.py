@@ -64,6 +64,15 @@ def fetch_checkpoint(url: str, final: Path) -> str | None:
     return found
 
 
+def is_here(url: str, final: Path) -> bool:
+    """Whether this is, byte for byte, the checkpoint that lies there."""
+    system, path = open_remote(url)
+    with _blaming(url):
+        there = system.cat_file(f"{path.rstrip('/')}/{MARKER}")
+    marker = final / MARKER
+    return marker.is_file() and marker.read_bytes() == there and fault(final, contents=True) is None
+
+
 @contextlib.contextmanager
 def _fetched_beside(url: str, folder: Path) -> Iterator[Path]:
     """What lies there, in a folder that is gone afterwards unless it was given its place."""

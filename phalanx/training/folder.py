@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from phalanx.config import RunConfig
-from phalanx.errors import ConfigError, LinkError
+from phalanx.errors import CheckpointError, ConfigError, LinkError
 from phalanx.launch.context import RankContext
 from phalanx.launch.store import forget_secrets
 from phalanx.plan.plan import Plan
@@ -21,7 +21,7 @@ from phalanx.state.folders import replace_text
 from phalanx.state.folders import tidy as tidy_checkpoints
 from phalanx.state.huggingface import tidy as tidy_export
 from phalanx.state.lock import RunLock
-from phalanx.state.remote import Remote, fetch_folder, fetch_newest, is_remote, refuse_used
+from phalanx.state.remote import Remote, fetch_checkpoint, fetch_newest, is_here, is_remote, refuse_used
 from phalanx.state.rendezvous import LocalRendezvous, Meeting, MissingRanks, RankFailed, StoreRendezvous
 from phalanx.state.snapshot import checkpoint_to_resume
 from phalanx.training.job import stop_file
@@ -141,12 +141,12 @@ class RunFolder:
 
     def _fetch(self, say: Say) -> None:
         """What is to be gone on from and lies in remote storage is brought here."""
-        config, there = self.config, self.checkpoints
+        config, named = self.config, self.named
         if is_remote(config.resume):
-            fetched = there / config.resume.rstrip("/").rpartition("/")[2]
-            if not fetched.exists():
-                there.mkdir(parents=True, exist_ok=True)
-                fetch_folder(config.resume, fetched)
+            assert named is not None
+            if not is_here(config.resume, named):
+                if found := fetch_checkpoint(config.resume, named):
+                    raise CheckpointError(f"the checkpoint {config.resume} cannot be used: {found}", "name another one")
                 say(f"fetched {config.resume}")
         elif config.resume == "never" and config.remote is not None:
             refuse_used(config.remote)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,12 @@ import torch
 
 from phalanx.data.tokenizer import ByteTokenizer
 from phalanx.errors import CheckpointError, ConfigError
+from phalanx.launch.context import RankContext
 from phalanx.state import checkpoint
 from phalanx.state.dcp import is_dcp, write_dcp
 from phalanx.state.remote import Remote, fetch_folder, fetch_newest, local_copy, open_remote
-from tests.run_helpers import losses, padded_samples, short_run
+from phalanx.training.folder import RunFolder
+from tests.run_helpers import losses, padded_samples, short_config, short_run
 
 MODEL = "phalanx-demo"
 
@@ -100,6 +103,31 @@ def test_a_checkpoint_that_is_damaged_there_is_passed_over(storage, tmp_path: Pa
     with pytest.raises(CheckpointError, match=r"none can be used(.|\n)*step-00000004"):
         fetch_newest("memory://runs/a", tmp_path / "c")
     assert not list((tmp_path / "c" / "checkpoints").iterdir())
+
+
+def test_a_checkpoint_that_is_named_there_is_fetched_unless_the_same_is_here(storage, tmp_path: Path):
+    for run, value in (("a", 1.0), ("b", 2.0)):
+        storage.put(str(saved(tmp_path / run, 2, value)), f"/runs/{run}/checkpoints/step-00000002", recursive=True)
+
+    def taken(run: str) -> tuple[float, list[str]]:
+        said: list[str] = []
+        config = short_config(tmp_path / "b", resume=f"memory://runs/{run}/checkpoints/step-00000002")
+        folder = RunFolder(tmp_path / "b", config, RankContext.alone())
+        with contextlib.ExitStack() as stack:
+            folder.take(stack, said.append)
+            found = folder.to_resume(said.append)
+        assert found is not None
+        return found.state["value"], said
+
+    fetched = ["fetched memory://runs/b/checkpoints/step-00000002"]
+    assert taken("b") == (2.0, [])
+    (here := next(tmp_path.glob("b/checkpoints/*/*.safetensors"))).write_bytes(bytes(here.stat().st_size))
+    assert taken("b") == (2.0, fetched)
+    assert taken("a")[0] == 1.0, "another run's of the same name is not taken for it"
+    storage.rm("/runs/a/checkpoints/step-00000002/state.json")
+    with pytest.raises(CheckpointError, match=r"runs/a/\S+ cannot be used: state.json is missing"):
+        (here.parent / "COMPLETE").unlink()
+        taken("a")
 
 
 def test_what_cannot_be_copied_is_said_and_the_run_goes_on(storage, tmp_path: Path, monkeypatch):
