@@ -13,14 +13,15 @@ import queue
 import secrets
 import shutil
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 from phalanx.config import cache_folder
 from phalanx.errors import CheckpointError, ConfigError
 from phalanx.records import Malformed, read_record
-from phalanx.state.folders import MARKER, Marker, candidates, fault, find, is_inside, put_in_place, tidy
+from phalanx.state.folders import MARKER, STATE_FILE, Marker, fault, find, is_inside, latest, put_in_place, tidy
+from phalanx.state.index import Record
 
 CHECKPOINTS = "checkpoints"
 
@@ -64,13 +65,20 @@ def fetch_checkpoint(url: str, final: Path) -> str | None:
     return found
 
 
-def is_here(url: str, final: Path) -> bool:
-    """Whether this is, byte for byte, the checkpoint that lies there."""
+def is_here(url: str, final: Path, contents: bool = True) -> bool:
+    """Whether this is the checkpoint that lies there, byte for byte with `contents`."""
     system, path = open_remote(url)
     with _blaming(url):
         there = system.cat_file(f"{path.rstrip('/')}/{MARKER}")
     marker = final / MARKER
-    return marker.is_file() and marker.read_bytes() == there and fault(final, contents=True) is None
+    return marker.is_file() and marker.read_bytes() == there and fault(final, contents) is None
+
+
+def index_of(url: str) -> Record:
+    """What a checkpoint there says of itself."""
+    system, path = open_remote(url)
+    with _blaming(url):
+        return read_record(Record, system.cat_file(f"{path.rstrip('/')}/{STATE_FILE}"))
 
 
 @contextlib.contextmanager
@@ -131,9 +139,11 @@ def refuse_used(url: str) -> None:
 
 
 class Remote:
-    """Copies of a run's folder. say: is told what could not be copied."""
+    """Copies of a run's folder. say: is told what could not be copied. own: names of checkpoints that lie there and,
+    like those copied since, go when they are not here any more; others stay."""
 
-    def __init__(self, url: str, folder: Path, say: Callable[[str], None]) -> None:
+    def __init__(self, url: str, folder: Path, say: Callable[[str], None], own: Iterable[str] = ()) -> None:
+        self._own = set(own)
         self._system, path = open_remote(url)
         self.url, self._path, self._folder, self._say = url.rstrip("/"), path.rstrip("/"), folder, say
         self._waiting: queue.Queue[Callable[[], None] | None] = queue.Queue()
@@ -141,7 +151,7 @@ class Remote:
         self._thread.start()
 
     def checkpoint(self, path: Path) -> None:
-        """Copies it, and removes there those that are not here any more."""
+        """Copies it, and removes there those of this run that are not here any more."""
         self._waiting.put(lambda: self._copy_checkpoints(path))
 
     def copy(self, *names: str) -> None:
@@ -163,10 +173,11 @@ class Remote:
     def _copy_checkpoints(self, path: Path) -> None:
         here = {each.name for each in find(self._folder / CHECKPOINTS)}
         if path.name in here:
+            self._own.add(path.name)
             self._unmark(path.name)
             self._put(path, f"{CHECKPOINTS}/{path.name}")
         for name in self._there():
-            if name not in here:
+            if name in self._own - here:
                 self._unmark(name)
                 self._system.rm(f"{self._path}/{CHECKPOINTS}/{name}", recursive=True)
 
@@ -200,20 +211,20 @@ def _remote_checkpoints(system: Any, path: str) -> Iterator[str]:
 
 
 def fetch_newest(url: str, folder: Path, say: Callable[[str], None] = lambda _: None) -> str | None:
-    """Of a run that was copied there, the good checkpoint that was written last, if none is here; its name. `say` is
-    told of those that were passed over."""
-    if candidates(folder / CHECKPOINTS):
-        return None
-    found = _complete(url)
+    """Of a run that was copied there, the good checkpoint that was written last, if later than all that are here; its
+    name. `say` is told of those that were passed over."""
+    newest = latest(folder / CHECKPOINTS)
+    here = -1 if newest is None else read_record(Marker, (newest / MARKER).read_bytes()).written
+    found = {name: marker.written for name, marker in complete(url).items() if marker.written > here}
     faults: list[str] = []
-    for name in sorted(found, key=lambda name: found[name].written, reverse=True):
+    for name in sorted(found, key=lambda name: found[name], reverse=True):
         place = f"{url.rstrip('/')}/{CHECKPOINTS}/{name}"
         fault_there = fetch_checkpoint(place, folder / CHECKPOINTS / name)
         if fault_there is None:
             return name
         faults.append(f"{place} cannot be used: {fault_there}")
         say(faults[-1])
-    if faults:
+    if faults and newest is None:
         raise CheckpointError(
             "the run has checkpoints, but none can be used:\n  " + "\n  ".join(faults),
             "name another place (--remote) to train from the beginning",
@@ -221,12 +232,12 @@ def fetch_newest(url: str, folder: Path, say: Callable[[str], None] = lambda _: 
     return None
 
 
-def _complete(url: str) -> dict[str, Marker]:
+def complete(url: str) -> dict[str, Marker]:
     """The checkpoints of a run that were copied there to the end, by name."""
     system, path = open_remote(url)
     found: dict[str, Marker] = {}
     for name in _remote_checkpoints(system, path.rstrip("/")):
-        with contextlib.suppress(FileNotFoundError, Malformed):  # its copy was interrupted
+        with _blaming(url), contextlib.suppress(FileNotFoundError, Malformed):  # its copy was interrupted
             marker = system.cat_file(f"{path.rstrip('/')}/{CHECKPOINTS}/{name}/{MARKER}")
             found[name] = read_record(Marker, marker)
     return found

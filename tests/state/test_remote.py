@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from phalanx.launch.context import RankContext
 from phalanx.state import checkpoint
 from phalanx.state.dcp import is_dcp, write_dcp
 from phalanx.state.remote import Remote, fetch_folder, fetch_newest, local_copy, open_remote
+from phalanx.state.snapshot import Mark, Snapshot
 from phalanx.training.folder import RunFolder
 from tests.run_helpers import losses, padded_samples, short_config, short_run
 
@@ -128,6 +130,60 @@ def test_a_checkpoint_that_is_named_there_is_fetched_unless_the_same_is_here(sto
     with pytest.raises(CheckpointError, match=r"runs/a/\S+ cannot be used: state.json is missing"):
         (here.parent / "COMPLETE").unlink()
         taken("a")
+
+
+@pytest.mark.parametrize("resume", ["auto", "path"])
+def test_a_place_that_holds_checkpoints_of_another_run_is_refused(storage, tmp_path: Path, resume: str):
+    copied(storage, trained(tmp_path / "a", 6))
+    with pytest.raises(ConfigError, match=r"checkpoints of another run, such as (.|\n)*seed: was 0, now 7"):
+        taken_up(tmp_path / "b", trained(tmp_path / "b", 2, seed=7) if resume == "path" else "auto", seed=7)
+    assert names(storage, "/runs/a/checkpoints") == {"step-00000006"}
+    assert not (tmp_path / "b" / "checkpoints" / "step-00000006").exists()
+
+
+def test_a_run_whose_folder_is_behind_its_remote_copy_goes_on_from_there(storage, tmp_path: Path):
+    trained(tmp_path / "b", 2)
+    for step in (2, 4, 6):
+        copied(storage, trained(tmp_path / "a", step))
+    said = taken_up(tmp_path / "b", "auto")
+    assert said == ["fetched step-00000006 from memory://runs/a"]
+    assert names(storage, "/runs/a/checkpoints") == {"step-00000008"}, "what is behind it is pruned as here"
+
+
+def test_newer_checkpoints_of_the_run_stay_where_it_goes_on_from_an_older_one(storage, tmp_path: Path):
+    for step in (2, 4, 6):
+        copied(storage, trained(tmp_path / "a", step))
+    trained(tmp_path / "b", 4)
+    assert taken_up(tmp_path / "b", tmp_path / "b" / "checkpoints" / "step-00000004") == []
+    assert names(storage, "/runs/a/checkpoints") == {"step-00000006", "step-00000008"}
+
+
+def trained(run: Path, step: int, seed: int = 0) -> Path:
+    """A checkpoint of a run with settings."""
+    config = short_config(run, seed=seed).model_dump(mode="json")
+    state = Snapshot(config, Mark("m", "1"), Mark("d", "2"), 6, step=step).to_json()
+    return checkpoint.save(run / "checkpoints", step, [("model/w", torch.zeros(9))], state, keep=9)
+
+
+def copied(storage: Any, path: Path) -> None:
+    storage.put(str(path), f"/runs/a/checkpoints/{path.name}", recursive=True)
+
+
+def taken_up(run: Path, resume: Path | str, seed: int = 0) -> list[str]:
+    """What is said when a run is continued up to step 8, and keeps one checkpoint."""
+    said: list[str] = []
+    folder = RunFolder(
+        run, short_config(run, resume=str(resume), remote="memory://runs/a", seed=seed), RankContext.alone()
+    )
+    if resume == "auto" and seed:
+        trained(run, 2, seed)
+    with contextlib.ExitStack() as stack:
+        folder.take(stack, said.append)
+        for path in checkpoint.find(run / "checkpoints"):
+            shutil.rmtree(path)
+        assert folder.remote is not None
+        folder.remote.checkpoint(trained(run, 8, seed))
+    return said
 
 
 def test_what_cannot_be_copied_is_said_and_the_run_goes_on(storage, tmp_path: Path, monkeypatch):
