@@ -24,6 +24,7 @@ from phalanx.state.folders import MARKER, STATE_FILE, Marker, fault, find, is_in
 from phalanx.state.index import Record
 
 CHECKPOINTS = "checkpoints"
+_HELD = ".copying"
 
 
 def is_remote(text: object) -> bool:
@@ -138,12 +139,20 @@ def refuse_used(url: str) -> None:
         )
 
 
+def refuse_itself(url: str, folder: Path) -> None:
+    """A run's folder is no copy of itself."""
+    system, path = open_remote(url)
+    if "file" in system.protocol and Path(path).resolve() == folder.resolve():
+        raise ConfigError(f"option remote = {url!r} is the run folder itself", "name another place (--remote)")
+
+
 class Remote:
     """Copies of a run's folder. say: is told what could not be copied. own: names of checkpoints that lie there and,
     like those copied since, go when they are not here any more; others stay."""
 
     def __init__(self, url: str, folder: Path, say: Callable[[str], None], own: Iterable[str] = ()) -> None:
         self._own = set(own)
+        self._copied: bytes | None = None  # the marker of the checkpoint that was copied last
         self._system, path = open_remote(url)
         self.url, self._path, self._folder, self._say = url.rstrip("/"), path.rstrip("/"), folder, say
         self._waiting: queue.Queue[Callable[[], None] | None] = queue.Queue()
@@ -151,8 +160,10 @@ class Remote:
         self._thread.start()
 
     def checkpoint(self, path: Path) -> None:
-        """Copies it, and removes there those of this run that are not here any more."""
-        self._waiting.put(lambda: self._copy_checkpoints(path))
+        """Copies the newest, unless a newer one is told of first, and removes there those of this run that are not here
+        any more."""
+        self._told = path
+        self._waiting.put(lambda: self._copy_newest() if path is self._told else None)
 
     def copy(self, *names: str) -> None:
         """Files and folders of the run's folder, as far as they are there."""
@@ -170,16 +181,37 @@ class Remote:
             except Exception as error:  # every file system raises its own kinds
                 self._say(f"not copied to {self.url}: {type(error).__name__}: {error}; what is here is complete")
 
-    def _copy_checkpoints(self, path: Path) -> None:
-        here = {each.name for each in find(self._folder / CHECKPOINTS)}
-        if path.name in here:
-            self._own.add(path.name)
-            self._unmark(path.name)
-            self._put(path, f"{CHECKPOINTS}/{path.name}")
-        for name in self._there():
-            if name in self._own - here:
-                self._unmark(name)
-                self._system.rm(f"{self._path}/{CHECKPOINTS}/{name}", recursive=True)
+    def _copy_newest(self) -> None:
+        newest = latest(self._folder / CHECKPOINTS)
+        marker = None if newest is None else (newest / MARKER).read_bytes()
+        if newest is None or marker == self._copied:
+            return
+        self._own.add(newest.name)
+        self._unmark(newest.name)
+        with self._held(newest) as files:
+            self._put(files, f"{CHECKPOINTS}/{newest.name}")
+        self._copied = marker
+        # One that is whole lies there: only then may those go that were pruned here.
+        gone = self._own - {path.name for path in find(self._folder / CHECKPOINTS)} - {newest.name}
+        for name in gone.intersection(self._there()):
+            self._unmark(name)
+            self._system.rm(f"{self._path}/{CHECKPOINTS}/{name}", recursive=True)
+
+    @contextlib.contextmanager
+    def _held(self, path: Path) -> Iterator[Path]:
+        """The files of a checkpoint, which stay while it is pruned or written again; where the disk has no hard links,
+        the checkpoint itself."""
+        held = self._folder / _HELD
+        shutil.rmtree(held, ignore_errors=True)
+        try:
+            shutil.copytree(path, held, copy_function=os.link)
+            files = held
+        except shutil.Error:
+            files = path
+        try:
+            yield files
+        finally:
+            shutil.rmtree(held, ignore_errors=True)
 
     def _unmark(self, name: str) -> None:
         """What lies there stops being a checkpoint, before its first file goes or is written again."""

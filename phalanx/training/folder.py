@@ -21,7 +21,7 @@ from phalanx.state.folders import find, replace_text
 from phalanx.state.folders import tidy as tidy_checkpoints
 from phalanx.state.huggingface import tidy as tidy_export
 from phalanx.state.lock import RunLock
-from phalanx.state.remote import Remote, fetch_checkpoint, fetch_newest, is_here, is_remote, refuse_used
+from phalanx.state.remote import Remote, fetch_checkpoint, fetch_newest, is_here, is_remote, refuse_itself, refuse_used
 from phalanx.state.remote_runs import gone_on_from, own_checkpoints
 from phalanx.state.rendezvous import LocalRendezvous, Meeting, MissingRanks, RankFailed, StoreRendezvous
 from phalanx.state.snapshot import checkpoint_to_resume
@@ -144,6 +144,8 @@ class RunFolder:
     def _fetch(self, say: Say) -> None:
         """What is to be gone on from and lies in remote storage is brought here."""
         config, named = self.config, self.named
+        if config.remote is not None:
+            refuse_itself(config.remote, self.path)
         if is_remote(config.resume):
             assert named is not None
             if not is_here(config.resume, named):

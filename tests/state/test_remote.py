@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import shutil
 from pathlib import Path
+from threading import Semaphore
 from typing import Any
 
 import fsspec
@@ -46,7 +47,9 @@ def test_a_run_goes_on_from_its_remote_copy_as_if_it_had_never_stopped(storage, 
     options: dict[str, Any] = {"lr_steps": 6, "checkpoint_every": 1, "remote": "memory://runs/a"}
     short_run(MODEL, samples, tmp_path / "whole", steps=6, lr_steps=6, export=False)
     short_run(MODEL, samples, tmp_path / "a", steps=3, **options)
-    assert names(storage, "/runs/a/checkpoints") == {"step-00000002", "step-00000003"}, "pruned as here"
+    there = names(storage, "/runs/a/checkpoints")
+    assert "step-00000003" in there
+    assert there <= {"step-00000002", "step-00000003"}, "pruned as here"
     assert {"config.json", "model.safetensors"} <= names(storage, "/runs/a/export")
     assert {"config.yaml", "plan.json", "log-rank0.jsonl"} <= names(storage, "/runs/a")
     with pytest.raises(ConfigError, match=r"remote = 'memory://runs/a' already holds checkpoints(.|\n)*--resume auto"):
@@ -91,12 +94,42 @@ def test_a_checkpoint_that_is_copied_over_one_of_its_step_is_none_until_it_is_wh
     assert fetch_newest("memory://runs/a", tmp_path / "b") == "step-00000002"
 
 
+def test_checkpoints_that_come_faster_than_they_are_copied_leave_a_whole_one_there(storage, tmp_path, monkeypatch):
+    """While one is copied the next is written, and it is pruned here itself."""
+    run, said, real, begun, go_on = tmp_path / "a", list[str](), type(storage).put_file, Semaphore(0), Semaphore(0)
+
+    def put_file(self: Any, source: str, target: str) -> None:
+        if target.endswith("state.json"):
+            begun.release()
+            go_on.acquire(timeout=60)
+        real(self, source, target)
+
+    monkeypatch.setattr(type(storage), "put_file", put_file)
+    remote = Remote("memory://runs/a", run, said.append)
+    remote.checkpoint(first := saved(run, 1, 1.0))
+    assert begun.acquire(timeout=60)
+    for step in (2, 3):
+        remote.checkpoint(saved(run, step, 1.0))
+    shutil.rmtree(first)
+    go_on.release()
+    assert begun.acquire(timeout=60)
+    assert fetch_newest("memory://runs/a", tmp_path / "b") == "step-00000001", "it stays until the next is whole"
+    go_on.release()
+    remote.close()
+    assert said == []
+    assert names(storage, "/runs/a/checkpoints") == {"step-00000003"}, "the one between was passed over"
+    assert not (run / ".copying").exists()
+
+
+def test_the_run_folder_itself_is_no_remote_storage(tmp_path: Path):
+    with pytest.raises(ConfigError, match="is the run folder itself"):
+        short_run(MODEL, "synthetic", tmp_path / "a", remote=f"file://{tmp_path}/a")
+
+
 def test_a_checkpoint_that_is_damaged_there_is_passed_over(storage, tmp_path: Path):
     run, said = tmp_path / "a", list[str]()
-    remote = Remote("memory://runs/a", run, said.append)
     for step in (2, 4):
-        remote.checkpoint(saved(run, step, 1.0))
-    remote.close()
+        storage.put(str(saved(run, step, 1.0)), f"/runs/a/checkpoints/step-{step:08}", recursive=True)
     storage.pipe("/runs/a/checkpoints/step-00000004/state.json", b"{}")
     assert fetch_newest("memory://runs/a", tmp_path / "b", said.append) == "step-00000002"
     assert len(said) == 1
