@@ -10,18 +10,19 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from phalanx.config import RunConfig
-from phalanx.errors import ConfigError, LinkError
+from phalanx.errors import CheckpointError, ConfigError, LinkError
 from phalanx.launch.context import RankContext
 from phalanx.launch.store import forget_secrets
 from phalanx.plan.plan import Plan
 from phalanx.prepare.budget import free_main_memory
 from phalanx.state.background import AsyncSaver
 from phalanx.state.checkpoint import Checkpoint
-from phalanx.state.folders import replace_text
+from phalanx.state.folders import find, replace_text
 from phalanx.state.folders import tidy as tidy_checkpoints
 from phalanx.state.huggingface import tidy as tidy_export
 from phalanx.state.lock import RunLock
-from phalanx.state.remote import Remote, fetch_folder, fetch_newest, is_remote, refuse_used
+from phalanx.state.remote import Remote, fetch_checkpoint, fetch_newest, is_here, is_remote, refuse_itself, refuse_used
+from phalanx.state.remote_runs import gone_on_from, own_checkpoints
 from phalanx.state.rendezvous import LocalRendezvous, Meeting, MissingRanks, RankFailed, StoreRendezvous
 from phalanx.state.snapshot import checkpoint_to_resume
 from phalanx.training.job import stop_file
@@ -38,6 +39,7 @@ class RunFolder:
     def __init__(self, path: Path, config: RunConfig, context: RankContext) -> None:
         self.path, self.config, self.context = path, config, context
         self.checkpoints = path / "checkpoints"
+        self._own_remotely = set[str]()  # on rank 0: checkpoints in remote storage that this run may remove
         self._still_ours: Callable[[], None] = lambda: None  # on rank 0: whether the lock holds
 
     def take(self, stack: contextlib.ExitStack, say: Say) -> None:
@@ -135,25 +137,32 @@ class RunFolder:
         """At the end of the run what is to be copied has been, or somebody was told."""
         if self.config.remote is None:
             return
-        remote = self.remote = Remote(self.config.remote, self.path, say)
+        remote = self.remote = Remote(self.config.remote, self.path, say, self._own_remotely)
         stack.callback(remote.close)
         stack.callback(remote.copy, "config.yaml", "plan.json", "log-rank0.jsonl", "export", "export-dcp")
 
     def _fetch(self, say: Say) -> None:
         """What is to be gone on from and lies in remote storage is brought here."""
-        config, there = self.config, self.checkpoints
+        config, named = self.config, self.named
+        if config.remote is not None:
+            refuse_itself(config.remote, self.path)
         if is_remote(config.resume):
-            fetched = there / config.resume.rstrip("/").rpartition("/")[2]
-            if not fetched.exists():
-                there.mkdir(parents=True, exist_ok=True)
-                fetch_folder(config.resume, fetched)
+            assert named is not None
+            if not is_here(config.resume, named):
+                if found := fetch_checkpoint(config.resume, named):
+                    raise CheckpointError(f"the checkpoint {config.resume} cannot be used: {found}", "name another one")
                 say(f"fetched {config.resume}")
-        elif config.resume == "never" and config.remote is not None:
+        if config.remote is not None and config.resume == "never":
             refuse_used(config.remote)
-        elif config.resume == "auto" and config.remote is not None:
-            newest = fetch_newest(config.remote, self.path)
-            if newest is not None:
+        elif config.remote is not None:
+            self._own_remotely = self._owned_at(config.remote)
+            if config.resume == "auto" and (newest := fetch_newest(config.remote, self.path, say)):
                 say(f"fetched {newest} from {config.remote}")
+                self._own_remotely = self._owned_at(config.remote)
+
+    def _owned_at(self, url: str) -> set[str]:
+        origin = gone_on_from(find(self.checkpoints) if self.named is None else [self.named])
+        return own_checkpoints(url, self.checkpoints, origin)
 
 
 @contextlib.contextmanager
