@@ -40,13 +40,20 @@ def open_remote(url: str) -> tuple[Any, str]:
         raise ConfigError(
             f"{url!r} is remote storage, and the package 'fsspec' is missing", "pip install fsspec"
         ) from None
-    try:
+    with _reaching(url):
         return fsspec.core.url_to_fs(url)
-    except (ImportError, ValueError) as error:
-        raise ConfigError(
-            f"{url!r} cannot be reached: {error}",
-            "give a URL that fsspec knows, such as s3://, gs://, hf:// or file://, with the package that it names",
-        ) from None
+
+
+@contextlib.contextmanager
+def _reaching(url: str) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:  # every file system raises its own kinds
+        known = "give a URL that fsspec knows, such as s3://, gs://, hf:// or file://, with the package that it names"
+        unknown = isinstance(error, ImportError | ValueError)
+        message = str(error) if unknown else f"{type(error).__name__}: {error}"
+        hint = known if unknown else "see that it can be reached from here, and that you may read it"
+        raise ConfigError(f"{url!r} cannot be reached: {message}", hint) from None
 
 
 def fetch_folder(url: str, folder: Path) -> Path:
@@ -131,7 +138,8 @@ def local_copy(url: str) -> str:
 def refuse_used(url: str) -> None:
     """A run that begins may not write among the checkpoints of another, nor prune them."""
     system, path = open_remote(url)
-    there = next(_remote_checkpoints(system, path.rstrip("/")), None)
+    with _reaching(url):
+        there = next(_remote_checkpoints(system, path.rstrip("/")), None)
     if there is not None:
         raise ConfigError(
             f"option remote = {url!r} already holds checkpoints of a run, such as {there}",
@@ -268,7 +276,9 @@ def complete(url: str) -> dict[str, Marker]:
     """The checkpoints of a run that were copied there to the end, by name."""
     system, path = open_remote(url)
     found: dict[str, Marker] = {}
-    for name in _remote_checkpoints(system, path.rstrip("/")):
+    with _reaching(url):
+        names = list(_remote_checkpoints(system, path.rstrip("/")))
+    for name in names:
         with _blaming(url), contextlib.suppress(FileNotFoundError, Malformed):  # its copy was interrupted
             marker = system.cat_file(f"{path.rstrip('/')}/{CHECKPOINTS}/{name}/{MARKER}")
             found[name] = read_record(Marker, marker)

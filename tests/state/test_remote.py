@@ -17,7 +17,7 @@ from phalanx.errors import CheckpointError, ConfigError
 from phalanx.launch.context import RankContext
 from phalanx.state import checkpoint
 from phalanx.state.dcp import is_dcp, write_dcp
-from phalanx.state.remote import Remote, fetch_folder, fetch_newest, local_copy, open_remote
+from phalanx.state.remote import Remote, fetch_folder, fetch_newest, local_copy, open_remote, refuse_used
 from phalanx.state.snapshot import Mark, Snapshot
 from phalanx.training.folder import RunFolder
 from tests.run_helpers import losses, padded_samples, short_config, short_run
@@ -247,6 +247,9 @@ def test_a_url_that_nobody_knows_is_refused(tmp_path: Path):
         open_remote("nowhere://x")
     with pytest.raises(ConfigError, match=r"remote = 'backup' is no URL(.|\n)*file:///backup/run"):
         short_run(MODEL, "synthetic", tmp_path, remote="backup")
+    with pytest.raises(ConfigError, match=r"cannot be reached: ConnectionRefusedError") as refused:
+        refuse_used("ftp://127.0.0.1:1/run")
+    assert "can be reached from here" in refused.value.hint
 
 
 def test_the_trained_model_is_exported_for_torch_distributed_checkpoint(samples, tmp_path: Path):
