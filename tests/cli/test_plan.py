@@ -301,7 +301,7 @@ def test_a_model_that_fits_nowhere_says_what_it_lacks_and_what_would_help(capsys
     assert "meta-llama/Llama-3.1-405B does not fit on 1x8 H100: the leanest plan (tp=8" in error
     assert "lacks" in error and "optimizer" in error
     assert "; main memory is missing, too: with dp=2,tp=4" in error and "assumed where a cluster does not say" in error
-    assert "GiB of main memory or more, 8 times the nodes, devices with" in error
+    assert "GiB of main memory or more, 8 times the nodes or devices with" in error
 
 
 def test_the_leanest_plan_has_room_on_its_hosts_and_what_hosts_lack_is_said(capsys: pytest.CaptureFixture[str]) -> None:
