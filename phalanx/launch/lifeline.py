@@ -65,7 +65,6 @@ class Lifelines:
                 else:
                     line.close()
 
-
     def _accepted(self) -> socket.socket | None:
         """The next connection; one that broke before it was taken comes no more."""
         while True:
