@@ -10,6 +10,7 @@ import atexit
 import ctypes
 import json
 import os
+import queue
 import socket
 import subprocess
 import sys
@@ -78,8 +79,16 @@ def _zygote() -> tuple[socket.socket, int]:
 
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     line = [sys.executable, str(ROOT / "tests" / "zygote.py"), str(theirs.fileno()), *PRELOAD, *_COMMANDS]
-    process = subprocess.Popen(line, pass_fds=[theirs.fileno()], env=environment(OMP_NUM_THREADS="1"))
-    number = theirs.fileno()
+    started: queue.Queue[subprocess.Popen[bytes]] = queue.Queue()
+
+    def hold() -> None:
+        """The zygote is killed when the thread ends that started it, which may be one of a test's."""
+        own = subprocess.Popen(line, pass_fds=[theirs.fileno()], env=environment(OMP_NUM_THREADS="1"))
+        started.put(own)
+        own.wait()
+
+    threading.Thread(target=hold, daemon=True).start()
+    process, number = started.get(timeout=60), theirs.fileno()
     theirs.close()
     atexit.register(lambda: (ours.close(), process.wait()))
     return ours, number

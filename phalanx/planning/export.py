@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 from phalanx.plan import fields
 from phalanx.plan.plan import Plan
@@ -74,14 +74,11 @@ def _common(job: Job) -> list[str]:
     return lost
 
 
-Words = TypeVar("Words", str, list[str])
-
-
-def _in_precision(job: Job, words: Mapping[str, Words], lost: list[str]) -> Words:
-    """How a framework says the precision; nothing of one that it lacks."""
+def _in_precision(job: Job, words: Mapping[str, str], lost: list[str]) -> str:
+    """A framework's word for the precision; "" where it says nothing of it, or lacks it."""
     if job.dtype not in words:
         lost.append(f"dtype={job.dtype}")
-    return words.get(job.dtype) or type(next(iter(words.values())))()
+    return words.get(job.dtype, "")
 
 
 def _megatron(job: Job) -> Exported:
@@ -89,8 +86,9 @@ def _megatron(job: Job) -> Exported:
     words = [
         f"--tensor-model-parallel-size {plan.tp}", f"--pipeline-model-parallel-size {plan.pp}",
         f"--micro-batch-size {job.samples}", f"--global-batch-size {job.batch}", f"--seq-length {job.tokens}",
-        *_in_precision(job, {"bfloat16": ["--bf16"], "float16": ["--fp16"], "float32": []}, lost),
     ]  # fmt: skip
+    if precision := _in_precision(job, {"bfloat16": "--bf16", "float16": "--fp16", "float32": ""}, lost):
+        words.append(precision)
     if plan.sequence:
         words.append("--sequence-parallel")
     if plan.schedule == "interleaved":
@@ -141,9 +139,6 @@ def _megatron_recompute(job: Job, lost: list[str]) -> list[str]:
     return []
 
 
-_DEEPSPEED = {"bfloat16": ["bf16"], "float16": ["fp16"], "float32": list[str]()}
-
-
 def _deepspeed_nodes(job: Job, lost: list[str]) -> str:
     if len(set(job.slots)) == 1:
         return f"--num_nodes {job.nodes} --num_gpus {job.slots[0]}"
@@ -158,9 +153,10 @@ def _deepspeed(job: Job) -> Exported:
         "train_batch_size": job.batch,
         "train_micro_batch_size_per_gpu": job.samples,
         "gradient_accumulation_steps": plan.mb,
-        **{name: {"enabled": True} for name in _in_precision(job, _DEEPSPEED, lost)},
         "zero_optimization": {"stage": plan.zero, "overlap_comm": True},
     }
+    if precision := _in_precision(job, {"bfloat16": "bf16", "float16": "fp16", "float32": ""}, lost):
+        config[precision] = {"enabled": True}
     if plan.zero == 3 and plan.zero_degree:
         config["zero_optimization"] = {"stage": 3, "overlap_comm": True, "zero_hpz_partition_size": plan.zero_degree}
     elif plan.zero_degree:
@@ -196,7 +192,7 @@ def _torchtitan(job: Job) -> Exported:
     reshard = "never" if plan.zero < 3 or plan.gathers == "step" else "always"
     training = {
         "local_batch_size": local, "global_batch_size": job.batch, "seq_len": job.tokens,
-        "mixed_precision_param": _in_precision(job, {own: own for own in ("bfloat16", "float32")}, lost) or "float32",
+        "mixed_precision_param": _in_precision(job, {"bfloat16": "bfloat16", "float32": "float32"}, lost) or "float32",
     }  # fmt: skip
     parallelism: dict[str, object] = {
         "data_parallel_shard_degree": sharded, "data_parallel_replicate_degree": plan.dp // sharded,

@@ -147,7 +147,7 @@ class Kept:
     """Where measurements of devices of one kind are kept, in one precision."""
 
     def __init__(
-        self, store: Store, device: torch.device, dtype: str, spread: Spread, effort: Effort, one_machine: bool = True
+        self, store: Store, device: torch.device, dtype: str, spread: Spread, effort: Effort, one_machine: bool = False
     ) -> None:
         self.store, self.dtype, self.spread, self.effort = store, dtype, spread, effort
         self.name, self.asked = device_name(device), questions(device.type, spread, effort, one_machine)

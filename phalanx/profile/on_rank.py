@@ -46,7 +46,7 @@ class Team:
     context: RankContext
     spread: Spread
     nodes: tuple[tuple[int, ...], ...]
-    one_machine: bool = True
+    one_machine: bool = False
 
     @staticmethod
     def of(context: RankContext) -> Team:

@@ -138,6 +138,16 @@ def test_a_supervisor_that_hears_nothing_any_more_ends_its_ranks_and_says_so(
     assert re.fullmatch(words, ended.value.message) and "can be started again and is taken in" in ended.value.hint
 
 
+def test_a_generation_that_lies_in_a_lost_store_is_not_waited_for_by_another_node(store: JobStore) -> None:
+    """Its supervisor would say nothing meanwhile, and be taken for lost."""
+    before, after = Generation(1, (0, 1)), Generation(2, (0,))
+    told = SimpleNamespace(_orders=SimpleNamespace(generation=2), _newest=before)
+    told.spread = SimpleNamespace(ranks_store=store)
+    assert Follower._read_generation(told) is before  # pyright: ignore[reportArgumentType, reportPrivateUsage]
+    store.set(after.key, after.to_json())
+    assert Follower._read_generation(told) == after  # pyright: ignore[reportArgumentType, reportPrivateUsage]
+
+
 def test_a_supervisor_passes_over_one_that_claimed_the_run_and_ended_before_it_was_heard_of(
     store: JobStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:

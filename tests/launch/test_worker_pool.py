@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -14,7 +15,9 @@ import pytest
 import torch
 
 from phalanx.errors import ConfigError, RankError
+from phalanx.launch.process import Process
 from phalanx.launch.signals import stop_request
+from phalanx.launch.wire import Wire
 from phalanx.launch.worker_pool import WorkerPool
 from tests.launch import jobs
 
@@ -106,6 +109,15 @@ def test_a_process_that_ended_between_two_jobs_is_another_in_the_next(pool: Work
     os.kill(pool.pids[1], signal.SIGKILL)
     time.sleep(0.2)
     assert [result[0] for result in pool.run(jobs.describe, world=2)] == [0, 1]
+
+
+def test_a_job_for_a_process_that_has_just_ended_is_no_error_of_who_hands_it():
+    """That it ended is noticed as ever."""
+    ours, theirs = socket.socketpair()
+    theirs.close()
+    process = Process(0, os.getpid(), Wire(ours), None)
+    process.hand("a job", (ours.fileno(),))
+    process.close()
 
 
 main_thread_only = pytest.mark.skipif(
