@@ -86,36 +86,39 @@ class ChangingRank(SurvivingRank):
         return record | {"plan": wanted.plans[0], "refused": refusal(refused)}
 
     def _tried(self, wanted: Wanted) -> Iterator[str]:
-        """What is wanted; where something has to be taken while ranks are missing, also what is tried after a loss."""
+        """What is wanted; while ranks are missing, of what the options want also what is tried after a loss."""
         yield from wanted.plans
-        if wanted.must and self.whole_plan.world > self.context.world:
-            yield from self.standby.usual(self.whole_plan, self.context.world).plans
+        whole = self._of_all(wanted)
+        if whole is not None:
+            yield from self.standby.usual(whole, self.context.world).plans
 
     def _changed(self, wanted: Wanted, text: str, step: int, began: float) -> dict[str, Any]:
         old, before = self.session.plan, self.changes.period
         done = self.change(wanted.period, text)
         record = {"plan": done.new.shown, "bytes": done.bytes, "parts": done.seconds, "ready": done.ready}
+        if text not in wanted.plans:
+            record["how"] = f"{wanted.how}, for the ranks that there are"
         for name in ("batch_size", "seq_len"):
             if getattr(wanted.period, name) != getattr(before, name):
                 record[name] = getattr(wanted.period, name)
         if self.config.deterministic and (fields := changes_bits(old, done.new)):
             record["bits"] = list(fields)
         record["seconds"] = time.perf_counter() - began
-        self.changes.whole = self._whole(wanted, text, done.new).full_text
+        self.changes.whole = (self._of_all(wanted) or done.new).full_text
         self.changes.plan, self.changes.since = text, step
         self.changes.answer(wanted, Answer(done.new.shown, step, seconds=record["seconds"], bytes=done.bytes))
         if self.is_rank0:
             replace_text(self.folder.path / "plan.json", done.new.to_json() + "\n")
         return record
 
-    def _whole(self, wanted: Wanted, text: str, new: Plan) -> Plan:
-        """The plan of all ranks from a change on: the new one, unless that only carries what fewer ranks have into the
-        batches of another period."""
+    def _of_all(self, wanted: Wanted) -> Plan | None:
+        """While ranks are missing, what all would have from a change on that the options name: what these say, or the
+        plan that all had, for the batches of another period."""
         whole = self.whole_plan
-        if wanted.request is not None or whole.world <= new.world:
-            return new
-        is_named = text == wanted.period.plan
-        for own in [text] if is_named else shrunk(whole, (whole.pp, whole.dp, whole.tp)):
+        if wanted.request is not None or whole.world <= self.context.world:
+            return None
+        named = [wanted.period.plan] if wanted.plans[0] == wanted.period.plan else []
+        for text in [*named, *shrunk(whole, (whole.pp, whole.dp, whole.tp))]:
             with contextlib.suppress(PlanError):
-                return self.completed(wanted.period, own, whole.world)
-        return new
+                return self.completed(wanted.period, text, whole.world)
+        return None

@@ -359,17 +359,20 @@ def test_what_nobody_else_held_comes_from_copies_in_other_ranks_memory(
 
 
 def test_ranks_go_on_with_fewer_and_take_a_new_one_in_when_it_is_ready(pool: WorkerPool, tmp_path: Path) -> None:
-    """Nobody waits for it: it prepares itself beside the run, and comes in between two steps."""
+    """Nobody waits for it: it prepares itself beside the run, and comes in between two steps. What the options want
+    meanwhile is for all of them."""
     options = {**OPTIONS, "steps": 14}
     Trainer("gpt2", DATA, short_config(tmp_path / "whole", **options), optimizer_class=torch.optim.SGD).fit()
-    config = short_config(tmp_path / "struck", **options, plan="dp=2", on_loss="regrow")
+    config = short_config(tmp_path / "struck", **options, plan="dp=2", on_loss="regrow", plan_at="4:dp=2,zero=1")
     trainer = Trainer("gpt2", DATA, config, optimizer_class=Slow)
     fit(pool, tmp_path / "struck", 2, "regrow", strikes=[Strike(1, in_step(2, "BW"))], trainer=trainer)
     require_same_run(tmp_path / "struck", tmp_path / "whole")
     lost, came = losses_of_ranks(tmp_path / "struck")
-    assert (lost["ranks"], lost["plan"], came["ranks"], came["plan"]) == (1, "mb=2", 2, "dp=2")
+    assert (lost["ranks"], lost["plan"], came["ranks"], came["plan"]) == (1, "mb=2", 2, "dp=2,zero=1")
     assert came["lost"] == ["a process came to be rank 1"] and came["source"] == LEFT and came["repeated"] == 0
     assert came["step"] > lost["step"]
+    (changed,) = records(tmp_path / "struck", "change")
+    assert changed["how"] == "as the options say, for the ranks that there are" and "refused" not in changed
 
 
 @pytest.mark.long

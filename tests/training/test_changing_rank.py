@@ -26,12 +26,14 @@ def plan_of(period: Period, text: str, world: int, slot: int | None = None) -> P
     return complete(text, world=usable, batch_size=period.batch_size, costs=[1.0] * 8, slot=slot).plan
 
 
-def rank(whole: str, world: int, batch_size: int, slot: int | None = None) -> ChangingRank:
-    """whole: the plan of all ranks, for a batch of so many samples."""
+def rank(whole: str, world: int, batch_size: int, slot: int | None = None, left: int = 0) -> ChangingRank:
+    """whole: the plan of all ranks, for a batch of so many samples; left: how many there are now."""
     own: Any = ChangingRank.__new__(ChangingRank)
     own.completed = lambda period, text, world: plan_of(period, text, world, slot)
     whole_plan = plan_of(Period(1, 0, whole, batch_size, None), whole, world, slot)
     own.changes = type("Changes", (), {"whole": whole_plan.full_text})
+    own.context = SimpleNamespace(world=left)
+    own.standby = Standby(cast(Any, SimpleNamespace(config=SimpleNamespace(deterministic=slot is not None))))
     return own
 
 
@@ -49,17 +51,33 @@ def test_the_plan_of_all_ranks_outlives_a_change_of_batches_that_fewer_make(
     whole: str, slot: int | None, named: str, text: str, expected: str
 ) -> None:
     world = Plan.parse(whole).world
-    own, period = rank(whole, world, 6, slot), Period(6, 30, named, 12, None)
-    found = own._whole(Wanted(period, (text,), SCHEDULED, True), text, plan_of(period, text, world - 1, slot))
-    assert found == plan_of(period, expected, world, slot)
+    own, period = rank(whole, world, 6, slot, left=world - 1), Period(6, 30, named, 12, None)
+    assert own._of_all(Wanted(period, (text,), SCHEDULED, True)) == plan_of(period, expected, world, slot)
 
 
-def test_a_plan_that_is_asked_for_is_that_of_all_ranks() -> None:
-    own, period = rank("dp=3", 3, 6), Period(1, 0, "dp=3", 6, None)
-    new = plan_of(period, "dp=2", 2)
-    assert own._whole(Wanted(period, ("dp=2",), ASKED, request=Request("a", "dp=2")), "dp=2", new) == new
-    own.changes.whole = plan_of(period, "dp=2", 2).full_text
-    assert own._whole(Wanted(period, ("dp=2",), SCHEDULED, True), "dp=2", new) == new
+def test_only_while_ranks_are_missing_is_there_another_plan_of_all_ranks_and_none_of_what_is_asked_for() -> None:
+    period = Period(1, 0, "dp=3", 6, None)
+    asked = Wanted(period, ("dp=2",), ASKED, request=Request("a", "dp=2"))
+    assert rank("dp=3", 3, 6, left=2)._of_all(asked) is None
+    assert rank("dp=3", 3, 6, left=3)._of_all(Wanted(period, ("dp=2",), SCHEDULED, True)) is None
+
+
+@pytest.mark.parametrize(
+    ("named", "now", "of_all"),
+    [
+        ("dp=3,zero=1", "dp=2,zero=1,mb=2", "dp=3,zero=1"),  # as it would be after a loss of ranks that have it
+        ("pp=3,mb=2", "dp=2", "pp=3,mb=2"),
+        ("dp=2,zero=1", "dp=2,zero=1", "dp=2,zero=1"),  # which those that are left can make
+    ],
+)
+def test_a_plan_that_the_options_name_for_ranks_that_are_missing_is_carried_on_by_fewer(
+    named: str, now: str, of_all: str, tmp_path: Path
+) -> None:
+    config = RunConfig(plan="dp=3", batch_size=12, plan_at=(f"6:{named}",), steps=9)
+    changes, own = Changes(config, RankContext.alone("cpu"), tmp_path, 1), rank("dp=3", 3, 12, left=2)
+    (wanted,) = changes.at(6, cast(Any, None), False)
+    assert first_that_can_be(own, wanted, 2) == plan_of(wanted.period, now, 2)
+    assert own._of_all(wanted) == plan_of(wanted.period, of_all, 3)
 
 
 def first_that_can_be(own: ChangingRank, wanted: Wanted, world: int) -> Plan:
@@ -82,12 +100,11 @@ def test_a_run_that_lost_ranks_goes_on_with_other_batches(
     whole: str, batches: tuple[int, int], slot: int | None, kept: str, expected: str, tmp_path: Path
 ) -> None:
     config = RunConfig(plan=whole, batch_size=batches[0], batch_size_at=(f"6:{batches[1]}",), steps=9)
-    own, world = rank(whole, 4, batches[0], slot), Plan.parse(kept).world
+    world = Plan.parse(kept).world
+    own = rank(whole, 4, batches[0], slot, left=world)
     changes = Changes(config, RankContext.alone("cpu"), tmp_path, 1)
     changes.plan = own.completed(changes.period, kept, world).full_text
     (wanted,) = changes.at(6, cast(Any, None), False)
-    ready: Any = SimpleNamespace(config=SimpleNamespace(deterministic=slot is not None))
-    own.context, own.standby = cast(Any, SimpleNamespace(world=world)), Standby(ready)
     assert first_that_can_be(own, wanted, world) == plan_of(wanted.period, expected, Plan.parse(expected).world, slot)
 
 
