@@ -33,6 +33,8 @@ def no_capture(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ({"model": "gpt-2"}, ModelError, "unknown model 'gpt-2'.*did you mean 'gpt2'", "download"),
         ({"data": "nowhere.txt"}, DataError, "data 'nowhere.txt' does not exist", "Give a file or folder that exists"),
+        ({"data": ""}, DataError, "data '' names nothing", "give a file or folder"),
+        ({"eval_data": ""}, DataError, "data '' names nothing", "give a file or folder"),
         ({"data": "stdlb"}, DataError, "data 'stdlb' does not exist", "did you mean 'stdlib'?"),
         ({"model": "nowhere"}, ModelError, "nor a hub id in the local cache\n", "phalanx inspect lists the zoo"),
         ({"data": 3}, DataError, "data is a int", "give a path"),

@@ -93,7 +93,7 @@ def inspect(
     --slices what parts of its sequences take."""
     update = read_update(dtype, master_weights, optimizer, optimizer_options)
     if model is None:
-        return _list_zoo()
+        return _list_zoo(as_json)
     inspect_slices.require_slices(slices, stages, device, tp)
     if memory is not None and plan is None:
         raise ConfigError(f"option memory = {memory!r} does nothing without a plan", "give --plan as well")
@@ -167,13 +167,16 @@ class _Memory:
         return predict(self._facts, plan, None, dims["batch"], dims, Device(), self._describe, update=self._update)
 
 
-def _list_zoo() -> None:
+def _list_zoo(as_json: bool) -> None:
     """Every model that is known by name."""
-    found = [load(name) for name in zoo_table.names()]
-    width = max(len(facts.name) for facts in found if facts)
+    found = [facts for name in zoo_table.names() if (facts := load(name)) is not None]
+    if as_json:
+        rows = [{"model": each.name, "parameters": each.num_parameters, "task": each.task} for each in found]
+        typer.echo(json.dumps(rows, indent=2, ensure_ascii=False))
+        return
+    width = max(len(facts.name) for facts in found)
     for facts in found:
-        if facts is not None:
-            typer.echo(f"{facts.name.ljust(width)}  {number_text(facts.num_parameters):>7}  {facts.task}")
+        typer.echo(f"{facts.name.ljust(width)}  {number_text(facts.num_parameters):>7}  {facts.task}")
 
 
 def totals(facts: ModelFacts, dims: Dims, update: Update = ADAMW) -> dict[str, int]:

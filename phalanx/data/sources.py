@@ -226,6 +226,8 @@ def _given(value: Any) -> Any:
 
 def existing(item: str) -> Path:
     """The path, if something is there."""
+    if not item:  # to a file system, this folder
+        raise DataError("data '' names nothing", f"give a file or folder, or one of {', '.join(NAMED)}")
     path = Path(item).expanduser()
     try:
         if path.exists():

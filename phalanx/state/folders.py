@@ -195,6 +195,8 @@ def fault(path: Path, contents: bool, share: tuple[int, int] = (0, 1)) -> str | 
     except FileNotFoundError:
         if not (path / STATE_FILE).exists() and (path / "checkpoints").is_dir():
             return "it is the folder of a run, not a checkpoint"
+        if candidates(path):
+            return "it is a folder of checkpoints, not one of them"
         return f"it is incomplete (no {MARKER} file): saving it was interrupted"
     except (Malformed, OSError) as error:
         return f"its {MARKER} file is damaged ({error})"
@@ -209,7 +211,7 @@ def fault(path: Path, contents: bool, share: tuple[int, int] = (0, 1)) -> str | 
 def offer_instead(path: Path) -> str:
     """The next step after `path` turned out to be bad: the newest good one in it or beside it, read in full to be
     sure."""
-    for other in (*find(path / "checkpoints"), *find(path.parent)):
+    for other in (*find(path), *find(path / "checkpoints"), *find(path.parent)):
         if other != path and fault(other, contents=True) is None:
             return f"the newest good checkpoint is {other}; resume from that one"
     return f"there is no other good checkpoint in {path.parent}; start without resuming"

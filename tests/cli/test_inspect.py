@@ -214,6 +214,10 @@ def test_without_a_model_the_zoo_is_listed(capsys: pytest.CaptureFixture[str]):
     shown = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in shown] == zoo_table.names()
     assert "gpt2 124.4M causal-lm" in [" ".join(line.split()) for line in shown]
+    assert main(["inspect", "--json"]) == 0
+    listed = {row["model"]: row for row in json.loads(capsys.readouterr().out)}
+    assert list(listed) == zoo_table.names()
+    assert listed["gpt2"] == {"model": "gpt2", "parameters": 124_439_808, "task": "causal-lm"}
 
 
 def test_with_a_plan_it_shows_what_ranks_hold(capsys: pytest.CaptureFixture[str]) -> None:

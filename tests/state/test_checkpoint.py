@@ -224,6 +224,13 @@ def test_the_folder_of_a_run_is_told_from_a_broken_checkpoint(tmp_path: Path):
     assert caught.value.hint == f"the newest good checkpoint is {good}; resume from that one"
 
 
+def test_a_folder_of_checkpoints_is_told_from_one_of_them(tmp_path: Path):
+    good = save(tmp_path / "run" / "checkpoints", 3)
+    with pytest.raises(CheckpointError, match="is a folder of checkpoints, not one of them") as caught:
+        checkpoint.open(tmp_path / "run" / "checkpoints")
+    assert caught.value.hint == f"the newest good checkpoint is {good}; resume from that one"
+
+
 def test_contents_are_trusted_when_asked_not_to_verify(tmp_path: Path) -> None:
     path = save(tmp_path, 1)
     flip(path / "tensors-00000.safetensors", -1)
