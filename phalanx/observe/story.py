@@ -58,10 +58,17 @@ def _stretch(steps: list[Record]) -> Iterator[str]:
     if steps:
         first, last = steps[0], steps[-1]
         seconds = sum(each.get("step_seconds", 0.0) for each in steps) / len(steps)
-        name = f"step {first['step']}" if len(steps) == 1 else f"steps {first['step']} to {last['step']}"
+        name, losses, each = f"step {first['step']}", _loss_text(first["loss"]), ""
+        if len(steps) > 1:
+            name, losses = f"steps {first['step']} to {last['step']}", f"{losses} to {_loss_text(last['loss'])}"
+            each = " each"
         skipped = sum(1 for each in steps if each.get("skipped"))
         lost = f", {skipped} of them skipped" if skipped else ""
-        yield f"{_clock(last)}  {name}: loss {first['loss']} to {last['loss']}, {seconds_text(seconds)} each{lost}"
+        yield f"{_clock(last)}  {name}: loss {losses}, {seconds_text(seconds)}{each}{lost}"
+
+
+def _loss_text(loss: Any) -> str:
+    return f"{loss:.4f}" if isinstance(loss, float) else str(loss)
 
 
 def _clock(record: Record) -> str:
@@ -144,5 +151,5 @@ _WORDS = {
     "rollback": lambda record: str(record["message"]),
     "error": lambda record: f"failed: {record['message']}",
     "lost": lambda record: f"{counted(record['records'], 'record')} could not be written here",
-    "finish": lambda record: f"the run ended with loss {record['loss']}",
+    "finish": lambda record: f"the run ended with loss {_loss_text(record['loss'])}",
 }

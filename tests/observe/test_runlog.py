@@ -95,5 +95,5 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path):
 def test_a_story_leaves_damaged_records_out_and_says_so() -> None:
     finish = {"kind": "finish", "time": 3.0, "loss": 3.0}
     *told, last = story([{"kind": "step", "time": "x"}, {"kind": "finish", "time": 1e300, "loss": 1.0}, finish])
-    assert len(told) == 1 and told[0].endswith("the run ended with loss 3.0")
+    assert len(told) == 1 and told[0].endswith("the run ended with loss 3.0000")
     assert last == "2 damaged records left out"

@@ -51,7 +51,7 @@ def test_a_count_is_said_in_the_number_that_it_has() -> None:
         ({"kind": "rollback", "message": SPIKE, "checkpoint": "step-00000008", "passed_over": 4}, SPIKE),
         ({"kind": "error", "error": "DataError", "message": "sample 3 is broken"}, "failed: sample 3 is broken"),
         ({"kind": "lost", "records": 1}, "1 record could not be written here"),
-        ({"kind": "finish", "loss": 3.5}, "the run ended with loss 3.5"),
+        ({"kind": "finish", "loss": 3.5}, "the run ended with loss 3.5000"),
     ],
 )  # fmt: skip
 def test_a_record_has_its_words(record: dict[str, Any], words: str) -> None:
@@ -84,9 +84,9 @@ def test_copies_are_told_of_where_what_is_said_of_them_is_new() -> None:
     steps = [{"kind": "step", "step": number, "loss": 4.0 - number, "step_seconds": 0.1} for number in (1, 2, 3)]
     records = [steps[0], MIRROR, steps[1], {**MIRROR, "step": 6}, steps[2], {**MIRROR, "every": 1}]
     assert told(*records) == [
-        "step 1: loss 3.0 to 3.0, 100ms each",
+        "step 1: loss 3.0000, 100ms",
         COPIED,
-        "steps 2 to 3: loss 2.0 to 1.0, 100ms each",
+        "steps 2 to 3: loss 2.0000 to 1.0000, 100ms each",
         COPIED.replace("every 2 steps", "every step"),
     ]
 
