@@ -58,13 +58,15 @@ def _stretch(steps: list[Record]) -> Iterator[str]:
     if steps:
         first, last = steps[0], steps[-1]
         seconds = sum(each.get("step_seconds", 0.0) for each in steps) / len(steps)
-        name, losses, each = f"step {first['step']}", _loss_text(first["loss"]), ""
-        if len(steps) > 1:
-            name, losses = f"steps {first['step']} to {last['step']}", f"{losses} to {_loss_text(last['loss'])}"
-            each = " each"
         skipped = sum(1 for each in steps if each.get("skipped"))
-        lost = f", {skipped} of them skipped" if skipped else ""
-        yield f"{_clock(last)}  {name}: loss {losses}, {seconds_text(seconds)}{each}{lost}"
+        if len(steps) == 1:
+            words = f"step {first['step']}: loss {_loss_text(first['loss'])}, {seconds_text(seconds)}"
+            lost = ", skipped" if skipped else ""
+        else:
+            losses = f"{_loss_text(first['loss'])} to {_loss_text(last['loss'])}"
+            words = f"steps {first['step']} to {last['step']}: loss {losses}, {seconds_text(seconds)} each"
+            lost = f", {skipped} of them skipped" if skipped else ""
+        yield f"{_clock(last)}  {words}{lost}"
 
 
 def _loss_text(loss: Any) -> str:

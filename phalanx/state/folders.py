@@ -211,7 +211,8 @@ def fault(path: Path, contents: bool, share: tuple[int, int] = (0, 1)) -> str | 
 def offer_instead(path: Path) -> str:
     """The next step after `path` turned out to be bad: the newest good one in it or beside it, read in full to be
     sure."""
-    for other in (*find(path), *find(path / "checkpoints"), *find(path.parent)):
+    inside = [*find(path), *find(path / "checkpoints")] if path.is_dir() else []
+    for other in (*inside, *find(path.parent)):
         if other != path and fault(other, contents=True) is None:
             return f"the newest good checkpoint is {other}; resume from that one"
     return f"there is no other good checkpoint in {path.parent}; start without resuming"

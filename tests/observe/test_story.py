@@ -80,6 +80,14 @@ def test_one_rank_goes_on_and_one_step_is_made_again() -> None:
     assert "made again" not in loss_words({**LOSS, "ranks": 1, "repeated": 0})
 
 
+def test_steps_that_updated_nothing_are_counted() -> None:
+    lost, made = ({"kind": "step", "step": number, "loss": 4.0, "step_seconds": 0.1} for number in (1, 2))
+    assert told(lost | {"skipped": True}) == ["step 1: loss 4.0000, 100ms, skipped"]
+    assert told(lost | {"skipped": True}, made) == [
+        "steps 1 to 2: loss 4.0000 to 4.0000, 100ms each, 1 of them skipped"
+    ]
+
+
 def test_copies_are_told_of_where_what_is_said_of_them_is_new() -> None:
     steps = [{"kind": "step", "step": number, "loss": 4.0 - number, "step_seconds": 0.1} for number in (1, 2, 3)]
     records = [steps[0], MIRROR, steps[1], {**MIRROR, "step": 6}, steps[2], {**MIRROR, "every": 1}]

@@ -231,6 +231,16 @@ def test_a_folder_of_checkpoints_is_told_from_one_of_them(tmp_path: Path):
     assert caught.value.hint == f"the newest good checkpoint is {good}; resume from that one"
 
 
+@pytest.mark.parametrize("is_link", [False, True])
+def test_what_is_no_folder_is_no_checkpoint_and_another_is_offered(is_link: bool, tmp_path: Path):
+    """A file, or a link that points to nothing."""
+    good, given = save(tmp_path, 3), tmp_path / "given"
+    given.symlink_to("nowhere") if is_link else given.write_text("weights")
+    with pytest.raises(CheckpointError, match="there is no such folder") as caught:
+        checkpoint.open(given)
+    assert caught.value.hint == f"the newest good checkpoint is {good}; resume from that one"
+
+
 def test_contents_are_trusted_when_asked_not_to_verify(tmp_path: Path) -> None:
     path = save(tmp_path, 1)
     flip(path / "tensors-00000.safetensors", -1)
