@@ -299,6 +299,8 @@ def _print_talk(talk: Talk) -> None:
     if beside:
         shown = ", ".join(f"{count:.0f}: {speed:.0%}" for count, speed in beside)
         typer.echo(f"  speed of computation, by ranks that compute: {shown}")
+    for _, speed in talk.speeds.get("listening", ()):
+        typer.echo(f"  speed of computation while ranks wait for a message: {speed:.0%}")
     below = [talk.speeds[name][-1][1] for name in ("computing beneath", "all_reduce beneath") if name in talk.speeds]
     if len(below) == 2:
         typer.echo(f"  beneath each other: computation at {below[0]:.0%}, all_reduce at {below[1]:.0%} of its speed")

@@ -21,7 +21,9 @@ from phalanx.planning.work import BlockWork, Exchange, ModelWork, at_degree
 MOST_RESERVED = 0.1  # of a device's memory, what libraries keep of it at most
 NARROW_HEAD = 64  # elements of a head, of which attention reaches half of what it could
 ALONE, MEETING = 6.0, 2.5  # how sharply a device passes from waiting for its host to computing without a pause
+LISTENED = 0.75  # of the time of a pipeline, that a rank waits for the next message of a neighbour (seen on an H200)
 SLICED_ATTENTION = 1.25  # of the time of attention, where it is computed in slices (measured 1.12 to 1.33 on an H200)
+SLICED_LAYER = 1.15  # of the time of a layer that was measured whole (1.12 of its kernels, 1.17 of starting them)
 
 
 @dataclass(frozen=True)
@@ -35,14 +37,14 @@ class Software:
     reach; *gathers, *sends: times that, gathers and messages. *_latency: seconds of one hop. behind_weights: of a
     backward's sums over tensor-parallel ranks, the share that travels behind weight gradients. hidden: of the backward
     of a last micro-batch, the share behind which gradients are reduced. messages: of messages between stages, the share
-    that is waited for. contention: seconds that computation loses for each of communication beneath it. crowded: times
-    that a rank computes faster than beside all others of its node, with whom it shares what computes; one_machine:
-    whether those of all nodes share it, as in a lab. step, micro_batch: seconds besides. gradient: bytes of a
-    parameter's gradient sum, kept and reduced; logits: of each logit, where tensor-parallel ranks all have them whole.
-    reserved: bytes that libraries keep of a device's memory; slack: share of the rest that an allocator cannot use.
-    host_updates: parameters that the host updates in a second for each device (3.8e9 measured on 16 cores).
-    host_copies: bytes/s each way that the memory of a node reaches. host_memory: of a device's own memory, how many
-    times as much it may use of its host's.
+    that is waited for. contention: seconds that computation loses for each of communication beneath it; listening: of a
+    message that its rank waits for, which takes a part of a GPU. crowded: times that a rank computes faster than beside
+    all others of its node, with whom it shares what computes; one_machine: whether those of all nodes share it, as in a
+    lab. step, micro_batch: seconds besides. gradient: bytes of a parameter's gradient sum, kept and reduced; logits: of
+    each logit, where tensor-parallel ranks all have them whole. reserved: bytes that libraries keep of a device's
+    memory; slack: share of the rest that an allocator cannot use. host_updates: parameters that the host updates in a
+    second for each device (3.8e9 measured on 16 cores). host_copies: bytes/s each way that the memory of a node
+    reaches. host_memory: of a device's own memory, how many times as much it may use of its host's.
     """
 
     products: float = 0.72
@@ -67,6 +69,7 @@ class Software:
     hidden: float = 0.8
     messages: float = 1.0
     contention: float = 0.3
+    listening: float = 0.0
     crowded: float = 1.0
     one_machine: bool = False
     step: float = 5e-3
@@ -147,7 +150,7 @@ class Machine:
         """What the seconds and bytes of a block depend on, beside the block."""
         plan, shared = self.plan, self.plan.mb if self.plan.pairs else 0
         split = plan.tp, plan.sequence, plan.saves, plan.degrees
-        return self.kinds, split, self.samples, plan.overlap, shared, self.parts
+        return self.kinds, split, self.samples, plan.overlap, shared, self.parts, self.slowed
 
     @cached_property
     def budget(self) -> float:
@@ -177,6 +180,14 @@ class Machine:
     def crowded(self) -> float:
         """Times that a rank is faster while the other places of the pipeline wait."""
         return self.software.crowded if self.near > 1 else 1.0
+
+    @cached_property
+    def slowed(self) -> float:
+        """Times that computation takes longer beside messages that ranks wait for, from both sides of the pipeline
+        or, where all forwards come first, from one at a time."""
+        plan = self.plan
+        ways = 1 if plan.schedule == "gpipe" else 2
+        return 1 + self.software.listening * LISTENED * ways * (plan.pp - 1) / plan.pp
 
     @cached_property
     def tp_group(self) -> Group:
@@ -220,8 +231,15 @@ class Machine:
 
     def _computed(self, work: BlockWork) -> tuple[float, float, float]:
         """Forward, gradients of inputs and those of weights: as they were measured, or by what the device offers."""
-        if self._is_measured(work):
-            return at_degree(work.times, self.plan.tp, self.samples / self.parts)
+        if work.times:
+            forward, backward, weight = at_degree(work.times, self.plan.tp, self.samples / self.parts)
+        else:
+            forward, backward, weight = self._offered(work)
+        sliced = work.times and self.plan.slices and work.attention
+        slower = self.slowed * (SLICED_LAYER if sliced else 1.0)
+        return slower * forward, slower * backward, slower * weight
+
+    def _offered(self, work: BlockWork) -> tuple[float, float, float]:
         products, moved, weights = self._products(work), self._moved(work), self._weights(work)
         attention = self._attention(work)
         # Attention's own backward computes two and a half times what its forward does, and element-wise work reads
@@ -229,12 +247,9 @@ class Machine:
         backward = products + 2.5 * attention + 2 * moved + weights
         return products + attention + moved + weights, backward, work.learns * (products + weights)
 
-    def _is_measured(self, work: BlockWork) -> bool:
-        return bool(work.times) and not self.plan.slices
-
     def _launch(self, work: BlockWork) -> float:
         """Seconds that a host takes to start the kernels of a forward; what was measured has them already."""
-        if self._is_measured(work):
+        if work.times:
             return 0.0
         calls = (work.exchanges + len(work.moves) / 2) * self.software.call if self.plan.tp > 1 else 0.0
         return self.software.launch * (max(1, work.units) + work.apart) + calls
@@ -287,8 +302,13 @@ class Machine:
     def attention_share(self, model: ModelWork) -> float:
         """Of the time of a micro-batch, what attention takes: what later slices have more of."""
         every = [(work, model.blocks.count(place)) for place, work in enumerate(model.classes)]
-        attention = 3.5 * sum(n * self._attention(work) for work, n in every)
+        attention = sum(n * self._attention_seconds(work) for work, n in every)
         return attention / sum(n * self._part_seconds(work, "none").total for work, n in every)
+
+    def _attention_seconds(self, work: BlockWork) -> float:
+        """Of a part of a micro-batch, forward and back: of what was measured, the share that the device offers it."""
+        share = 3.5 * self._attention(work) / sum(self._offered(work)) if work.attention else 0.0
+        return share * sum(self._computed(work))
 
     def _moved(self, work: BlockWork) -> float:
         """Element-wise work between units is done by all ranks alike, unless the tokens are split."""

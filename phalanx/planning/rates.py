@@ -18,7 +18,7 @@ from phalanx.planning.cost import Software
 from phalanx.planning.devices import Device, Figure
 
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "send")
-SPEEDS = ("computing", "computing beneath", "all_reduce beneath")
+SPEEDS = ("computing", "listening", "computing beneath", "all_reduce beneath")
 MOST_BEYOND = 1.5  # that a device may be faster than it was ever seen
 _SHARES = {"flops": "products", "bandwidth": "memory", "link": "link", "network": "network"}  # what is reached of each
 Points = tuple[tuple[float, float], ...]  # size, and what was measured there
@@ -54,8 +54,8 @@ class Spread:
 @dataclass(frozen=True)
 class Talk:
     """What communication takes among ranks that lie so. collectives: by name, bytes and seconds. speeds: as a share of
-    that alone, of computation beside so many ranks that compute (its own counts), and of both where a sum of all ranks
-    travels beneath the computation of so many."""
+    that alone, of computation beside so many ranks that compute (its own counts), beside so many messages that each
+    rank waits for, and of both where a sum of all ranks travels beneath the computation of so many."""
 
     among: Spread
     collectives: Mapping[str, Points] = field(default_factory=dict[str, Points])
@@ -114,7 +114,7 @@ def on_cluster(cluster: Cluster, software: Software, rates: Rates) -> tuple[Clus
     crowd = _crowd(rates)
     shares = replace(
         software, **counts, contention=_contention(rates, software), one_machine=crowd is rates.far,
-        crowded=_crowded(crowd),
+        crowded=_crowded(crowd), listening=_listening(rates.near),
         # What all ranks of a node reached at the same time, its memory reaches.
         host_copies=max(software.host_copies, rates.ranks * (rates.host or 0.0)),
     )  # fmt: skip
@@ -229,6 +229,12 @@ def _crowded(crowd: Talk) -> float:
     """Times that a rank is faster alone than beside all others of these."""
     found = dict(crowd.speeds.get("computing", ()))
     return 1 / found[crowd.among.world] if crowd.among.world in found else 1.0
+
+
+def _listening(near: Talk) -> float:
+    """Seconds that computation loses for each of a message that its rank waits for."""
+    found = dict(near.speeds.get("listening", ()))
+    return 1 / found[1] - 1 if 1 in found else 0.0
 
 
 def _line(xs: Sequence[float], ys: Sequence[float]) -> tuple[float, float]:

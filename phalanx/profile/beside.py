@@ -298,6 +298,18 @@ def listening(ranks: Together, run: Run) -> Speeds:
     )
 
 
+def waiting(ranks: Together, run: Run, peer: int | None) -> float:
+    """The same beside one message, where ranks wait for each other in pairs. peer: None of one that has none."""
+    if peer is not None:
+        low, high = sorted((ranks.links.context.rank, peer))
+        ranks.links.open_channels([(low, high, "f"), (high, low, "f")])
+    alone = ranks.seconds(run)
+    held = _Held(ranks, [(peer, peer, "f")] if peer is not None else [])
+    beside = ranks.seconds(run)
+    held.let_come()
+    return min(1.0, alone / beside)
+
+
 class _Held:
     """Messages that every rank has asked for and none has sent. ways: from whom they come here, and to whom this rank
     is to send such a one."""

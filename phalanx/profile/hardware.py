@@ -86,6 +86,8 @@ def questions(device: str, spread: Spread, effort: Effort = CAREFUL, one_machine
             found += [Question(kind, size, is_far) for kind in COLLECTIVES for size in sizes]
     if ranks > 1 and (effort.beneath or device == "cpu" or spread.devices < ranks):
         found += [Question("computing", busy) for busy in range(2 if effort.beneath else ranks, ranks + 1)]
+    if ranks > 1 and device == "cuda":  # a CPU rank sleeps while it waits
+        found += [Question("listening", 1)]
     if spread.nodes > 1 and one_machine:
         found += [Question("computing", spread.world, is_far=True)]
     if effort.beneath:

@@ -12,7 +12,7 @@ import torch
 from phalanx.comm.links import Group, Links
 from phalanx.launch.context import RankContext
 from phalanx.planning.rates import COLLECTIVES, SPEEDS, Spread
-from phalanx.profile.beside import Together, beneath, product
+from phalanx.profile.beside import Together, beneath, product, waiting
 
 _MOST = 200  # of one thing in a round
 _BUSY = {"cpu": 512, "cuda": 4096}  # side of products that ranks compute beside each other
@@ -23,7 +23,8 @@ _SUMMED_FAR = {"cpu": 2**22, "cuda": 2**26}
 @dataclass(frozen=True)
 class Question:
     """What is measured: products of matrices with so many rows, something of so many bytes, or how fast things get on
-    beside so many ranks, as a share of their speed alone. is_far: among the ranks of all nodes, not of each."""
+    beside so many ranks, or messages that each waits for, as a share of their speed alone. is_far: among the ranks of
+    all nodes, not of each."""
 
     kind: str
     size: int
@@ -75,6 +76,9 @@ def answer(team: Team, links: Links | None, question: Question, dtype: str, care
     device, kind, size = torch.device(team.context.device), question.kind, question.size
     members = team.members(question.is_far)
     group = links.group(members, "profile") if links is not None and len(members) > 1 else None
+    if kind == "listening":
+        assert links is not None
+        return waiting(Together(links, members), product(device), team.peer(question.is_far))
     if kind in SPEEDS:
         assert links is not None
         return _speed(kind, size, Together(links, members), question.is_far)

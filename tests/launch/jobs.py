@@ -166,7 +166,8 @@ def _broken_in_the_middle(context: RankContext, kind: str, name: str) -> str:
 
 def given_up_again_and_again(context: RankContext, times: int) -> list[tuple[int, int]]:
     """Rank 0 waits for what rank 1 never begins, and links are given up: each time, how many files and threads this
-    process has once nothing is left of the operation. Whoever waits for that longer than ten seconds fails."""
+    process has once nothing is left of the operation. Whoever waits for that longer than ten seconds fails, and what is
+    more than the first time may go in as long: a thread is no longer Python's before it is gone."""
     found = list[tuple[int, int]]()
     for number in range(times):
         tensor = torch.ones(1 << 16)
@@ -182,8 +183,14 @@ def given_up_again_and_again(context: RankContext, times: int) -> list[tuple[int
         while alive() is not None or let_go_of_ended() or _in_background():
             assert time.monotonic() < deadline, "tensors of an operation that was given up are still kept"
             time.sleep(0.01)
-        found.append((len(os.listdir("/dev/fd")), len(os.listdir("/proc/self/task"))))
+        while found and _files_and_threads() != found[0] and time.monotonic() < deadline:
+            time.sleep(0.01)
+        found.append(_files_and_threads())
     return found
+
+
+def _files_and_threads() -> tuple[int, int]:
+    return len(os.listdir("/dev/fd")), len(os.listdir("/proc/self/task"))
 
 
 def _together(context: RankContext, when: str) -> None:

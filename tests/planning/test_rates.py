@@ -10,7 +10,7 @@ import pytest
 from phalanx.plan.plan import Plan
 from phalanx.planning.cluster import Cluster
 from phalanx.planning.collectives import Links, all_reduce, consecutive, gather, send
-from phalanx.planning.cost import Machine, Software
+from phalanx.planning.cost import LISTENED, Machine, Software
 from phalanx.planning.devices import DEVICES
 from phalanx.planning.estimate import estimate
 from phalanx.planning.precision import in_precision
@@ -97,6 +97,29 @@ def test_ranks_that_share_cores_get_on_faster_while_others_wait() -> None:
         assert way(mb, 1.5)[0] == pytest.approx(max(through / 1.5, way(mb, 1e9)[0]))
     assert way(1, 1e9)[0] == way(1, 1e3)[0] < way(1, 2.0)[0] < way(1, 1.0)[0]
     assert way(2, 2.0, "4x1 A100") == way(2, 1.0, "4x1 A100")  # each has its node for itself
+
+
+def test_messages_that_are_waited_for_slow_the_computation_of_a_pipeline() -> None:
+    listened = Talk(Spread(4, 4), {}, {"listening": ((1.0, 0.8),)})
+    software = on_cluster(Cluster.read("4 A100"), Software(), rates(near=listened))[1]
+    assert software.listening == pytest.approx(0.25) and Software().listening == 0.0
+    node = Cluster.read("4 A100").nodes[0]
+
+    def slowed(**fields: Any) -> float:
+        return Machine(node, software, Plan(**fields), samples=1).slowed
+
+    assert slowed(dp=4) == slowed(tp=4) == 1.0
+    assert slowed(pp=4, mb=4) == pytest.approx(1 + 0.25 * LISTENED * 2 * 3 / 4)
+    assert slowed(pp=4, mb=4, schedule="gpipe") == pytest.approx(1 + 0.25 * LISTENED * 3 / 4)  # from one side at a time
+    model = transformer("any", Shape(8, 1024, 8, 8, 4096, 1000, 1024))
+    plan = Plan(pp=4, mb=8, stages=(3, 3, 2, 2))
+    quiet, loud = (
+        estimate(model, plan, Cluster.read("4 A100"), replace(software, listening=own, launch=0.0), 16).parts
+        for own in (0.0, 0.25)
+    )
+    share = slowed(pp=4, mb=8)
+    assert loud["computation"] == pytest.approx(share * quiet["computation"])
+    assert loud["messages"] == quiet["messages"]
 
 
 def test_ranks_of_nodes_that_are_parts_of_one_machine_get_on_faster_while_others_wait() -> None:

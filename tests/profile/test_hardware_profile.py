@@ -182,15 +182,16 @@ def test_questions_are_of_what_there_is() -> None:
     assert {q.kind for q in questions("cpu", Spread())} == {"product", "memory"}
     assert {q.kind for q in questions("cuda", Spread(2, 2))} == {
         "product", "memory", "host", "all_reduce", "all_gather", "reduce_scatter", "send", "computing",
-        "computing beneath", "all_reduce beneath",
+        "listening", "computing beneath", "all_reduce beneath",
     }  # fmt: skip
+    assert Question("listening", 1) in questions("cuda", Spread(4, 4), BRIEF)
     assert [q.size for q in questions("cpu", Spread(4, 4)) if q.kind == "computing"] == [2, 3, 4]
     assert not any(q.kind == "computing" for q in questions("cpu", Spread(1, 1, 4), BRIEF))
     assert Question("computing", 4, is_far=True) in questions("cpu", Spread(1, 1, 4), BRIEF, one_machine=True)
 
 
 def test_ranks_measure_what_they_do_to_each_other(pool: Any) -> None:
-    kinds = ("computing", "computing beneath", "all_reduce beneath")
+    kinds = ("computing", "listening", "computing beneath", "all_reduce beneath")
     found = pool.run(answers, *(Question(kind, 2) for kind in kinds), world=2)[0]
     assert set(found) == set(kinds) and all(0 < speed <= 1 for speed in found.values())
 

@@ -17,7 +17,7 @@ from phalanx.errors import PlanError
 from phalanx.model.facts.facts import load
 from phalanx.plan.plan import Plan
 from phalanx.planning.cluster import Cluster
-from phalanx.planning.cost import Machine, Software
+from phalanx.planning.cost import SLICED_LAYER, Machine, Software
 from phalanx.planning.work import BlockTime, Shape, at_degree, seconds_at, transformer
 from phalanx.predict.from_profile import Reference, block_times, by_instruction, overheads
 from phalanx.profile import model as blocks
@@ -146,6 +146,25 @@ def test_measured_blocks_stand_before_what_the_device_offers() -> None:
     split = Machine(Cluster.read("2 H100").nodes[0], Software(), Plan(tp=2), samples=2)
     summed = split.seconds(timed.classes[1], "none")
     assert summed.weight == 1.5 and summed.forward > 0.5  # at a degree that was not measured: a half, and sums
+
+
+def test_slices_take_what_was_measured_of_as_many_tokens_and_a_little_more() -> None:
+    """Were a slice taken for what the device offers, it would seem faster wherever a block is slower than that."""
+    timed = transformer("m", Shape(layers=2, hidden=64, heads=4, kv_heads=4, ffn=256, vocabulary=512, tokens=32)).timed(
+        {
+            "layer": {1: (BlockTime(1, 1.0, 2.0, 3.0), BlockTime(4, 4.0, 8.0, 12.0))},
+            "head": {1: (BlockTime(1, 2, 2, 2),)},
+        }
+    )
+    node = Cluster.read("2 H100").nodes[0]
+    by_kind = {work.name: work for work in timed.classes}
+
+    def total(name: str, plan: Plan) -> float:
+        return Machine(node, Software(), plan, samples=4).seconds(by_kind[name], "none").total
+
+    sliced = Plan(slices=((8, 8, 8, 8),))
+    assert total("layer", sliced) == pytest.approx(SLICED_LAYER * total("layer", Plan()))
+    assert total("head", sliced) == pytest.approx(total("head", Plan()))  # nothing in it looks back
 
 
 def test_a_degree_is_that_of_the_nearest_below_it() -> None:
