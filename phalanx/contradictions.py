@@ -31,6 +31,11 @@ def require_eval_data(config: RunConfig) -> None:
     """Asked once what was given as objects has its name in the options."""
     if config.eval_every and not config.eval_data:
         raise ConfigError(f"option eval_every = {config.eval_every} has nothing to evaluate", "set eval_data as well")
+    if _is_set(config, "eval_samples") and not config.eval_data:
+        raise ConfigError(
+            f"option eval_samples = {config.eval_samples} does nothing without eval_data",
+            "set eval_data as well, or leave eval_samples out",
+        )
     for option in ("early_stop", "keep_best"):
         value = getattr(config, option)
         if value and not config.eval_data:
@@ -42,6 +47,10 @@ def require_eval_data(config: RunConfig) -> None:
             f"option early_stop = {config.early_stop} does nothing: there is one evaluation, at the end",
             "set eval_every to the steps between evaluations",
         )
+
+
+def _is_set(config: RunConfig, option: str) -> bool:
+    return getattr(config, option) != type(config).model_fields[option].default
 
 
 def require_no_import(optimizer: Any) -> None:
@@ -81,9 +90,9 @@ def _check_deterministic(config: RunConfig) -> None:
 def require_together(config: RunConfig) -> None:
     """What no single option's limits can say; the first contradiction is raised."""
     for option, (other, values) in ACTS_ONLY_WITH.items():
-        value, condition = getattr(config, option), getattr(config, other)
-        if value != type(config).model_fields[option].default and condition not in values:
-            shown = f"option {option} = {value!r} does nothing with {other} = {condition!r}"
+        condition = getattr(config, other)
+        if _is_set(config, option) and condition not in values:
+            shown = f"option {option} = {getattr(config, option)!r} does nothing with {other} = {condition!r}"
             raise ConfigError(shown, f"leave {option} out, or set {other} to {' or '.join(values)}")
     _check_deterministic(config)
     if config.measure_top is not None and not config.searches_plan:
@@ -101,6 +110,14 @@ def require_together(config: RunConfig) -> None:
         given, other = ("generate_every", "generate_prompts")[:: 1 if config.generate_every else -1]
         shown = f"option {given} = {getattr(config, given)!r} does nothing without {other}"
         raise ConfigError(shown, f"set {other} as well, or leave {given} out")
+    if _is_set(config, "generate_tokens") and not config.generate_every:
+        raise ConfigError(
+            f"option generate_tokens = {config.generate_tokens} does nothing without generate_every",
+            "set generate_every and generate_prompts as well, or leave generate_tokens out",
+        )
+    if _is_set(config, "keep_checkpoints") and config.checkpoint_every == "never":
+        shown = f"option keep_checkpoints = {config.keep_checkpoints} does nothing with checkpoint_every = never"
+        raise ConfigError(shown, "leave one of them out")
     if config.on_spike == "rollback" and (config.spike_factor is None or config.checkpoint_every in (0, "never")):
         raise ConfigError(
             "option on_spike = 'rollback' needs to know what a spike is, and checkpoints on the way",
@@ -138,3 +155,16 @@ def require_together(config: RunConfig) -> None:
     if config.memory is not None:
         parse_bytes("memory", config.memory)
     _ = config.periods  # refuses what cannot be read
+
+
+def asked_too_late(config: RunConfig, done: int) -> list[str]:
+    """What a run that goes on after so many steps says of steps that were to be looked at and are done: it may have
+    been started again as it was, so they are no errors."""
+    asked = {"timeline_step": config.timeline_step, "memory_snapshot": config.memory_snapshot}
+    if config.profile_steps is not None:
+        asked["profile_steps"] = parse_steps(config.profile_steps)[1]
+    return [
+        f"option {option} = {getattr(config, option)} does nothing: this run goes on after step {done}"
+        for option, last in asked.items()
+        if last is not None and last <= done
+    ]

@@ -53,12 +53,17 @@ def plain_value(value: Any) -> Any:
         return value
 
 
+_EXAMPLES = {"optimizer_options": "momentum=0.9", "model_options": "num_hidden_layers=4"}
+
+
 def named_values(option: str, items: Sequence[str]) -> dict[str, str]:
     """['momentum=0.9'] → {'momentum': '0.9'}: an option that is a mapping, as the command line gives it."""
     for item in items:
         if "=" not in item:
             flag = "--" + option.replace("_", "-")
-            raise ConfigError(f"{flag} {item!r} is not of the form NAME=VALUE", f"write e.g. {flag} momentum=0.9")
+            raise ConfigError(
+                f"{flag} {item!r} is not of the form NAME=VALUE", f"write e.g. {flag} {_EXAMPLES[option]}"
+            )
     return dict(item.split("=", 1) for item in items)
 
 

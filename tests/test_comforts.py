@@ -158,6 +158,12 @@ def test_a_rate_that_is_none_is_refused():
         ({"keep_best": True}, r"keep_best = True goes by the eval loss"),
         ({"early_stop": 2, "eval_data": "stdlib"}, r"early_stop = 2 does nothing: there is one evaluation"),
         ({"keep_best": True, "checkpoint_every": "never"}, "keep_best = True saves checkpoints"),
+        ({"eval_samples": 8}, "eval_samples = 8 does nothing without eval_data"),
+        ({"generate_tokens": 8}, "generate_tokens = 8 does nothing without generate_every"),
+        (
+            {"keep_checkpoints": 5, "checkpoint_every": "never"},
+            "keep_checkpoints = 5 does nothing with checkpoint_every",
+        ),
     ],
 )
 def test_options_that_would_do_nothing_are_refused(tmp_path: Path, given, message):
@@ -193,7 +199,7 @@ def test_ranks_without_a_place_take_part_in_samples_of_the_model(tmp_path: Path,
     [
         ({"generate_every": 2}, "generate_every = 2 does nothing without generate_prompts"),
         ({"generate_prompts": "x"}, r"generate_prompts = \('x',\) does nothing without generate_every"),
-        ({"generate_every": 1, "generate_prompts": ""}, r"generate_prompts = '' has no tokens"),
+        ({"generate_every": 9, "generate_prompts": ""}, r"generate_prompts = '' has no tokens"),
         (
             {"generate_every": 1, "generate_prompts": "x", "data": "synthetic"},
             "needs a tokenizer, and the data is tokens",

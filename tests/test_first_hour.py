@@ -90,6 +90,14 @@ def test_of_joined_ranks_only_the_first_tells_what_all_of_them_find(tmp_path: Pa
         require_usable(MODEL, "nowhere", None, config)
 
 
+def test_a_run_in_a_folder_in_which_another_trains_is_refused_before_anything_is_started(tmp_path: Path):
+    for resume in ("never", "auto"):
+        config = RunConfig(out=str(tmp_path), data=(DATA,), resume=resume)
+        with RunLock(tmp_path), pytest.raises(ConfigError, match=f"{tmp_path} is in use by process"):
+            require_usable(MODEL, DATA, None, config)
+        require_usable(MODEL, DATA, None, config)
+
+
 def test_a_machine_that_comes_back_to_a_run_may_find_what_that_has_saved(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

@@ -56,6 +56,7 @@ def inspect(
             help="zoo name, HuggingFace folder or cached hub id (default: list the zoo)", show_default=False
         ),
     ] = None,
+    named: Annotated[str | None, typer.Option("--model", help="the same, as with other verbs")] = None,
     batch_size: Annotated[
         int | None, typer.Option(min=1, help="samples (default: 1, or as few as the plan needs)")
     ] = None,
@@ -92,6 +93,9 @@ def inspect(
     """Show a model's blocks: parameters, FLOPs, activations, what crosses each cut; with --tp how it is split, with
     --slices what parts of its sequences take."""
     update = read_update(dtype, master_weights, optimizer, optimizer_options)
+    if model is not None and named is not None:
+        raise ConfigError(f"two models are named: {model} and {named}", "name one")
+    model = model or named
     if model is None:
         return _list_zoo(as_json)
     inspect_slices.require_slices(slices, stages, device, tp)

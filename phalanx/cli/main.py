@@ -6,6 +6,7 @@ everything that does inside their functions, so that help stays instant.
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import sys
@@ -86,6 +87,7 @@ def _run(line: list[str]) -> int:
     set_torch_defaults()
     try:
         code = app(args=line, prog_name="phalanx", standalone_mode=False)
+        sys.stdout.flush()
     except PhalanxError as error:
         if os.environ.get("PHALANX_DEBUG", "0") not in ("", "0"):
             raise
@@ -94,6 +96,11 @@ def _run(line: list[str]) -> int:
         return _report_usage(error)
     except (KeyboardInterrupt, typer.Abort):
         return 130
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left would fail once more at the end
+        return _report(f"nothing more can be written: {error.strerror}", "make room, or print to another place")
     return code if isinstance(code, int) else 0
 
 

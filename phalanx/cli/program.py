@@ -84,6 +84,7 @@ def program(
 ) -> None:
     """Show what a plan makes every rank do: stages, instructions over time, bubble and memory."""
     update = read_update(dtype, master_weights, optimizer, optimizer_options)
+    _require_shown(lowered, values, memory=memory, svg=svg, png=png, trace=trace, measured=measured)
     if memory is not None:
         parse_bytes("memory", memory)
     from phalanx.predict.predict import predict
@@ -111,6 +112,16 @@ def program(
 
         typer.echo("\n".join(["", *fit_lines(prediction, memory, batch_size, again)]))
     _write(timelines, svg=svg, png=png, trace=trace)
+
+
+def _require_shown(lowered: bool, values: bool, **others: object) -> None:
+    """Programs are all that is printed of them."""
+    if lowered and values:
+        raise ConfigError("options --lowered and --values exclude each other", "give one")
+    ignored = next((name for name, given in others.items() if given is not None), None)
+    if (lowered or values) and ignored is not None:
+        what = "--lowered" if lowered else "--values"
+        raise ConfigError(f"option --{ignored} does nothing with {what}", "leave one of them out")
 
 
 def _device(flops: float | None, link_bytes: float | None, host_bytes: float | None) -> Device:

@@ -20,7 +20,7 @@ from phalanx.model.zoo.names import require_found
 from phalanx.observe.trackers import require_trackers
 from phalanx.records import read_json
 from phalanx.state.folders import refuse_used
-from phalanx.state.lock import read_holder
+from phalanx.state.lock import read_holder, refuse_second_run
 from phalanx.state.remote import is_remote
 
 _INDEX, _WEIGHTS = "model.safetensors.index.json", "model.safetensors"
@@ -30,6 +30,8 @@ def require_usable(model: Any, data: Any, eval_data: Any, config: RunConfig) -> 
     """What is given as objects is left to those who know it. Of ranks that a launcher started, the first speaks."""
     place = find_place(os.environ)
     try:
+        if place is None:
+            refuse_second_run(Path(config.out).expanduser())
         _require_usable(model, data, eval_data, config, _may_come_back(place, config))
     except PhalanxError:
         if place is not None and place.rank > 0:

@@ -38,6 +38,8 @@ class Generator:
             )
         self._run, self._config, self._context = run, config, context
         self._tokenizer: Tokenizer = run.tokenizer
+        self._reads = run.task.name == "text-to-text"
+        self._prompts = [(prompt, self._encoded(prompt)) for prompt in config.generate_prompts]
         self._module: Any = None
 
     def __call__(self, session: Member, step: int) -> list[tuple[str, str]]:
@@ -48,7 +50,13 @@ class Generator:
                 raise AssertionError("only rank 0 gets tensors")
             return []
         module = self._filled(dict(tensors))
-        return [(prompt, self._continued(module, prompt)) for prompt in self._config.generate_prompts]
+        return [(prompt, self._continued(module, prompt, ids)) for prompt, ids in self._prompts]
+
+    def _encoded(self, prompt: str) -> torch.Tensor:
+        (encoded,) = self._tokenizer.encode([prompt], special=self._reads)
+        if not len(encoded):
+            raise ConfigError(f"option generate_prompts = {prompt!r} has no tokens", "give it at least one character")
+        return torch.from_numpy(encoded.astype("int64"))[None]
 
     @torch.no_grad()
     def _filled(self, tensors: dict[str, torch.Tensor]) -> Any:
@@ -60,12 +68,7 @@ class Generator:
         return self._module
 
     @torch.no_grad()
-    def _continued(self, module: Any, prompt: str) -> str:
-        reads = self._run.task.name == "text-to-text"
-        (encoded,) = self._tokenizer.encode([prompt], special=reads)
-        ids = torch.from_numpy(encoded.astype("int64"))[None]
-        if not ids.numel():
-            raise ConfigError(f"option generate_prompts = {prompt!r} has no tokens", "give it at least one character")
+    def _continued(self, module: Any, prompt: str, ids: torch.Tensor) -> str:
         pad = self._tokenizer.pad_id if self._tokenizer.pad_id is not None else self._tokenizer.eos_id
         try:
             written = module.generate(
@@ -77,4 +80,4 @@ class Generator:
                 f"the model could not continue the prompt {prompt!r}: {type(error).__name__}: {error}",
                 "a prompt and what follows must fit in the model's positions: shorten the prompt or generate_tokens",
             ) from error
-        return self._tokenizer.decode(written[0].tolist() if reads else written[0, ids.shape[1] :].tolist())
+        return self._tokenizer.decode(written[0].tolist() if self._reads else written[0, ids.shape[1] :].tolist())

@@ -16,6 +16,7 @@ from typing import Any
 
 from torch import nn
 
+from phalanx.contradictions import asked_too_late
 from phalanx.engine.inputs import split
 from phalanx.engine.measured import writing
 from phalanx.engine.step import Outcome, training_flops
@@ -84,6 +85,8 @@ class Loop(ChangingRank):
             stack.callback(checkpoints.settle)
             if is_new:
                 self._announce(reporter, log, rows)
+                for text in asked_too_late(self.config, self.snapshot.step):
+                    progress.message(text)
             else:
                 was, record = self.context.rank, self.join(reporter)
                 progress = progress if self.context.rank == was else self._speak(reporter)

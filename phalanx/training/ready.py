@@ -141,6 +141,8 @@ class ReadyRank:
         if found is not None:
             self.snapshot, self.resumed = restore(found, self.snapshot), found.path
             self.snapshot.passed_over = max(self.snapshot.passed_over, job.passed_over)
+            if not config.eval_data:
+                self.snapshot.eval_loss = None  # of another time; the end would show it as its own
             self._require_same_rate()
         how = "the run began" if found is None else "the run went on from a checkpoint"
         self.snapshot.plans.append({"step": first_step, "plan": run.plan.shown, "how": how})

@@ -36,7 +36,8 @@ _KEY = "trial"
 _AS_IF_NOT_GIVEN = (
     "measure_top", "epochs", "warmup_steps", "lr_steps", "plan_at", "batch_size_at", "seq_len_at", "resume", "on_spike",
     "eval_data", "eval_every", "metrics", "early_stop", "keep_best", "generate_every", "generate_prompts", "export_dcp",
-    "remote", "report_to", "json_output", "profile_steps", "memory_snapshot", "timeline_step",
+    "eval_samples", "generate_tokens", "keep_checkpoints", "remote", "report_to", "json_output", "profile_steps",
+    "memory_snapshot", "timeline_step",
 )  # fmt: skip
 WITHOUT: dict[str, Any] = {name: RunConfig.model_fields[name].default for name in _AS_IF_NOT_GIVEN} | {
     "steps": STEPS, "checkpoint_every": "never", "export": False, "progress": "off",

@@ -229,3 +229,10 @@ def test_with_a_plan_it_shows_what_ranks_hold(capsys: pytest.CaptureFixture[str]
     (first, second), fit = data["memory"]["ranks"], data["memory"]["fit"]
     assert first == second and first["moments"] == 2 * first["masters"] and fit[0].startswith("fits: ")
     assert "does nothing without a plan" in _error(capsys, "gpt2", "--memory", "80GiB")
+
+
+def test_the_model_may_be_named_as_with_other_verbs(capsys: pytest.CaptureFixture[str]):
+    assert main(["inspect", "--model", "gpt2"]) == 0
+    named = capsys.readouterr().out
+    assert main(["inspect", "gpt2"]) == 0 and capsys.readouterr().out == named
+    assert "two models are named: gpt2 and llama" in _error(capsys, "gpt2", "--model", "llama")

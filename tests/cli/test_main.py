@@ -170,7 +170,7 @@ def test_one_thing_has_one_name_in_all_verbs():
     group = typer.main.get_command(app)
     for verb in ("train", "verify", "inspect", "program"):
         options = {word for option in group.commands[verb].params for word in option.opts}  # type: ignore[attr-defined]
-        assert {"--batch-size", "--seq-len", "--dtype", "--task"} <= options, verb
+        assert {"--model", "--batch-size", "--seq-len", "--dtype", "--task"} <= options, verb
         assert not {"--batch", "--tokens"} & options, verb
 
 
@@ -180,6 +180,18 @@ def test_ctrl_c_is_exit_code_130(monkeypatch: pytest.MonkeyPatch):
 
     monkeypatch.setattr("phalanx.cli.env.gather", interrupt)
     assert main(["env"]) == 130
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="what is always full is a file of Linux")
+@pytest.mark.parametrize("line", [["inspect"], ["inspect", "gpt2"], ["inspect", "gpt2", "--json"]])
+def test_a_full_disk_is_told_in_two_lines(line: list[str]):
+    command = [sys.executable, "-c", "import sys; from phalanx.cli.main import main; sys.exit(main())", *line]
+    with open("/dev/full", "w") as full:
+        run = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=120)
+    assert run.returncode == 2
+    assert run.stderr.splitlines() == [
+        "error: nothing more can be written: No space left on device", "  → make room, or print to another place",
+    ]  # fmt: skip
 
 
 def test_a_verb_chooses_its_exit_code():

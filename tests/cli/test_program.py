@@ -146,6 +146,9 @@ def test_a_zoo_model_needs_no_torch():
         (("--dtype", "bfloat17"), "option dtype = 'bfloat17' is not one of", "bfloat16"),
         (("--device-flops", "0"), "option device-flops = 0.0 is not a speed", "above 0"),
         (("--link-bytes", "-1"), "option link-bytes = -1.0 is not a speed", "above 0"),
+        (("--lowered", "--svg", "x.svg"), "option --svg does nothing with --lowered", "leave one"),
+        (("--values", "--memory", "80GiB"), "option --memory does nothing with --values", "leave one"),
+        (("--lowered", "--values"), "exclude each other", "give one"),
         (("--link-bytes", "inf"), "option link-bytes = inf is not a speed", "above 0"),
     ],
 )

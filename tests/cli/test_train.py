@@ -79,6 +79,10 @@ def test_the_command_line_wins_over_the_file(trained: list[RunConfig], tmp_path:
         (["--seq-len", "x"], "option seq_len = 'x' must be a valid integer"),
         (["--progress", "ritch"], "option progress = 'ritch' is not one of auto, rich, plain, off"),
         (["--optimizer-options", "momentum"], "--optimizer-options 'momentum' is not of the form NAME=VALUE"),
+        (
+            ["--model-options", "x"],
+            "--model-options 'x' is not of the form NAME=VALUE\n  → write e.g. --model-options num_",
+        ),
         (["--config", "nowhere.yaml"], "nowhere.yaml: cannot be read"),
     ],
 )

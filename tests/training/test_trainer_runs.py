@@ -74,6 +74,27 @@ def test_a_finished_run_that_is_resumed_trains_nothing_and_exports_again(tmp_pat
     assert again.losses == () and again.loss == first.loss and again.export == first.export
 
 
+def test_what_a_resumed_run_does_not_do_any_more_is_not_shown_as_its_own(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    evaluated = {"eval_data": "synthetic:4", "eval_samples": 4, "checkpoint_every": 1}
+    assert short_run(LLAMA, "synthetic:8", tmp_path, steps=2, **evaluated).eval_loss is not None
+    more = short_run(
+        LLAMA,
+        "synthetic:8",
+        tmp_path,
+        steps=4,
+        resume="auto",
+        profile_steps="1:2",
+        timeline_step=3,
+        progress="plain",
+    )
+    assert more.eval_loss is None and len(more.losses) == 2
+    said = capsys.readouterr()
+    assert "option profile_steps = 1:2 does nothing: this run goes on after step 2" in said.out + said.err
+    assert "timeline_step" not in said.out + said.err and not list(tmp_path.glob("*trace*"))
+
+
 def test_resume_auto_starts_afresh_where_there_is_nothing(tmp_path: Path):
     assert len(short_run(LLAMA, "synthetic:8", tmp_path, resume="auto").losses) == 3
 

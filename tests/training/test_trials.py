@@ -9,14 +9,13 @@ from phalanx.config import RunConfig
 from phalanx.training.job import Job
 from phalanx.training.trials import STEPS, WITHOUT, Trial, with_fastest
 
-# What a step does and how long it takes; and what does nothing without an option that is left out.
+# What a step does and how long it takes.
 KEPT = {
     "model", "init", "task", "tiny", "model_options", "dropout", "freeze", "lora", "merge_lora", "data", "text_key",
     "tokenizer", "documents", "on_broken", "shuffle", "seq_len", "batch_size", "ranks", "dtype", "master_weights",
     "compile", "device", "memory", "timeout", "silence", "on_loss", "min_ranks", "mirror_every", "seed",
     "deterministic", "slot_size", "clip", "max_nonfinite", "spike_factor", "optimizer", "optimizer_options", "lr",
-    "betas", "eps", "weight_decay", "groups", "lr_schedule", "min_lr_ratio", "keep_checkpoints", "log_every",
-    "eval_samples", "generate_tokens",
+    "betas", "eps", "weight_decay", "groups", "lr_schedule", "min_lr_ratio", "log_every",
 }  # fmt: skip
 ITS_OWN = {"plan", "out"}
 
@@ -28,7 +27,8 @@ def test_every_option_is_kept_or_left_out() -> None:
 def test_a_trial_has_nothing_that_needs_more_than_its_steps(tmp_path: Path) -> None:
     options: dict[str, Any] = {
         "steps": 8, "plan_at": "6:mb=2", "batch_size_at": "6:8", "seq_len_at": "6:8", "eval_data": "synthetic",
-        "eval_every": 2, "metrics": "accuracy", "early_stop": 1, "keep_best": True, "on_spike": "rollback",
+        "eval_every": 2, "eval_samples": 6, "generate_tokens": 5, "keep_checkpoints": 3,
+        "metrics": "accuracy", "early_stop": 1, "keep_best": True, "on_spike": "rollback",
         "spike_factor": 9.0, "checkpoint_every": 4, "generate_every": 2, "generate_prompts": "x", "export_dcp": True,
         "remote": (tmp_path / "remote").as_uri(), "report_to": "tensorboard", "measure_top": 2, "out": tmp_path,
     }  # fmt: skip
