@@ -76,11 +76,6 @@ class Piece:
         """Whether it is all that this rank keeps."""
         return self.start == 0 and self.stop == self.local.numel
 
-    @property
-    def has_first(self) -> bool:
-        """Whether the first element of the logical tensor is in it, which exactly one owner can say."""
-        return any(not any(box.offset) for box in self.boxes())
-
     def boxes(self) -> tuple[Box, ...]:
         """Where its elements lie in the logical tensor, as boxes of a state shard."""
         return self.local.boxes(self.start, self.stop)
@@ -136,12 +131,16 @@ class FlatLayout:
         """What shard number `shard` holds of each tensor, and where in the shard that begins."""
         begin, end = shard * self.shard_size, (shard + 1) * self.shard_size
         found: list[tuple[Piece, int]] = []
-        for place in self.places:
-            start, stop = max(begin, place.start), min(end, place.stop)
-            if start < stop:
-                piece = Piece(place.name, place.local, start - place.start, stop - place.start)
-                found.append((piece, start - begin))
+        for place, first, last in self._spans:
+            if first < end and begin < last:
+                start, stop = max(begin, first), min(end, last)
+                found.append((Piece(place.name, place.local, start - first, stop - first), start - begin))
         return tuple(found)
+
+    @cached_property
+    def _spans(self) -> tuple[tuple[Place, int, int], ...]:
+        """Of places that have elements: many shards look for theirs."""
+        return tuple((place, place.start, place.stop) for place in self.places if place.start < place.stop)
 
 
 def _round_up(number: int, multiple: int) -> int:

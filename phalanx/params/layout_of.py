@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
+from itertools import chain
 
 from phalanx.params.flat import FlatLayout, Piece, Sharding
 from phalanx.params.state_facts import ParameterFacts, StateFacts
@@ -29,6 +30,8 @@ def layout_of(plan: Plan, facts: StateFacts, rank: int) -> tuple[StateShard, ...
 
 KeptSlot = tuple[str, str, tuple[int, ...] | None]  # slot, dtype, shape; None: as large as its parameter
 SlotsOf = Callable[[str], Sequence[KeptSlot]]
+_Key = tuple[int, int, int, bool, bool]  # bucket, tp index, shard, whether what is sharded is owned, and what is not
+_Described = tuple[tuple[StateShard, ...], tuple[StateShard, ...]]  # parameters, and what the optimizer keeps of them
 
 
 @dataclass(frozen=True)
@@ -62,7 +65,8 @@ class Kept:
 
     @cached_property
     def _has_first(self) -> bool:
-        return self.piece.has_first
+        """Whether the first element of the logical tensor is in it, which exactly one owner can say."""
+        return any(not any(box.offset) for box in self.boxes)
 
 
 @cache
@@ -76,7 +80,7 @@ class StateLayout:
     def __init__(self, plan: Plan, facts: StateFacts) -> None:
         assert facts.tp == plan.tp, f"the facts are of tp={facts.tp}, the plan has tp={plan.tp}"
         self.plan, self.facts, self._mesh = plan, facts, Mesh.of(plan)
-        self._kept: dict[tuple[int, int, int, bool, bool], tuple[Kept, ...]] = {}
+        self._kept: dict[_Key, tuple[Kept, ...]] = {}
         self._buckets: dict[tuple[int, int], BucketLayout] = {}
 
     @cached_property
@@ -105,15 +109,7 @@ class StateLayout:
 
     def kept(self, rank: int) -> Iterator[Kept]:
         """The pieces that a rank keeps; those of which it has no element are left out."""
-        pp_index, _, tp_index = self._mesh.coordinates(rank)
-        shard = self.sharding(rank).index
-        first, only = rank == self._mesh.replica_group(rank)[0], rank == self._mesh.dp_group(rank)[0]
-        for bucket in self._held[pp_index]:
-            here = self._owner[bucket] == pp_index
-            key = (bucket, tp_index, shard, here and first, here and only)
-            if key not in self._kept:
-                self._kept[key] = tuple(self._pieces(*key))
-            yield from self._kept[key]
+        return (kept for key in self._keys(rank) for kept in self._kept_as(key))
 
     def owned(self, rank: int) -> frozenset[str]:
         """The parameters whose pieces on a rank are the ones that count."""
@@ -126,7 +122,7 @@ class StateLayout:
     def state(self, rank: int, slots: SlotsOf | None = None) -> tuple[StateShard, ...]:
         """Everything to go on from, by its names in a checkpoint. slots: what the optimizer keeps by now of each
         parameter (default: all that it will)."""
-        return (*(self.exact(kept) for kept in self.kept(rank)), *self._slots(rank, slots or self.expected_slots))
+        return self._state(rank, slots or self.expected_slots, {})
 
     def expected_slots(self, name: str) -> tuple[KeptSlot, ...]:
         """What the optimizer keeps of a parameter once it was updated."""
@@ -134,8 +130,12 @@ class StateLayout:
         return tuple((slot.name, slot.dtype, () if slot.is_counter else None) for slot in self.facts.slots)
 
     def updated(self, rank: int) -> Iterator[Kept]:
-        """The pieces that the optimizer has state for. What no block uses never gets a gradient, and so none."""
-        return (kept for kept in self.kept(rank) if kept.facts.trained and kept.facts.bucket < self.facts.num_buckets)
+        """The pieces that the optimizer has state for."""
+        return filter(self._is_updated, self.kept(rank))
+
+    def _is_updated(self, kept: Kept) -> bool:
+        """What no block uses never gets a gradient."""
+        return kept.facts.trained and kept.facts.bucket < self.facts.num_buckets
 
     def exact(self, kept: Kept) -> StateShard:
         """A parameter in the highest precision there is."""
@@ -147,13 +147,39 @@ class StateLayout:
         return {rank: self.parameters(rank) for rank in self._mesh.world}
 
     def all_state(self, slots: SlotsOf | None = None) -> Layout:
-        return {rank: self.state(rank, slots) for rank in self._mesh.world}
+        known: dict[_Key, _Described] = {}
+        return {rank: self._state(rank, slots or self.expected_slots, known) for rank in self._mesh.world}
 
-    def _slots(self, rank: int, slots: SlotsOf) -> Iterator[StateShard]:
-        for kept in self.updated(rank):
+    def _state(self, rank: int, slots: SlotsOf, known: dict[_Key, _Described]) -> tuple[StateShard, ...]:
+        """known: what was described already, to which this adds."""
+        keys = tuple(self._keys(rank))
+        for key in keys:
+            if key not in known:
+                known[key] = self._described(self._kept_as(key), slots)
+        exact, kept = zip(*(known[key] for key in keys), strict=True) if keys else ((), ())
+        return tuple(chain(*exact, *kept))
+
+    def _described(self, pieces: Sequence[Kept], slots: SlotsOf) -> _Described:
+        found = list[StateShard]()
+        for kept in filter(self._is_updated, pieces):
             for slot, dtype, shape in slots(kept.facts.name):
                 key = f"optimizer/{slot}/{kept.facts.name}"
-                yield kept.shard(key, dtype) if shape is None else kept.beside(key, dtype, shape)
+                found.append(kept.shard(key, dtype) if shape is None else kept.beside(key, dtype, shape))
+        return tuple(map(self.exact, pieces)), tuple(found)
+
+    def _keys(self, rank: int) -> Iterator[_Key]:
+        """Of each bucket that a rank keeps, what its part of it depends on."""
+        pp_index, _, tp_index = self._mesh.coordinates(rank)
+        shard = self.sharding(rank).index
+        first, only = rank == self._mesh.replica_group(rank)[0], rank == self._mesh.dp_group(rank)[0]
+        for bucket in self._held[pp_index]:
+            here = self._owner[bucket] == pp_index
+            yield bucket, tp_index, shard, here and first, here and only
+
+    def _kept_as(self, key: _Key) -> tuple[Kept, ...]:
+        if key not in self._kept:
+            self._kept[key] = tuple(self._pieces(*key))
+        return self._kept[key]
 
     def _bucket(self, bucket: int, tp_index: int) -> BucketLayout:
         key = (bucket, tp_index)

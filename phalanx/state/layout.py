@@ -105,6 +105,8 @@ def boxes_of_range(shape: tuple[int, ...], start: int, stop: int) -> tuple[Box, 
 
 
 def _in_row(rest: tuple[int, ...], index: int, start: int, stop: int) -> tuple[Box, ...]:
+    if len(rest) == 1:  # of a matrix, which most tensors are
+        return (Box((index, start), (1, stop - start)),) if start < stop else ()
     return tuple(Box((index, *box.offset), (1, *box.shape)) for box in boxes_of_range(rest, start, stop))
 
 
