@@ -78,6 +78,9 @@ class RunFolder:
         """Rank 0's part where the rank 0 that had the folder was lost."""
         lock = stack.enter_context(RunLock(self.path, say))
         self._still_ours = lock.still_ours
+        if self.config.remote is not None:
+            with contextlib.suppress(Exception):  # of any file system; then what lies there already stays
+                self._own_remotely = own_checkpoints(self.config.remote, self.checkpoints, None)
         self._open_remote(stack, say)
 
     def tidy(self) -> None:

@@ -191,6 +191,20 @@ def test_newer_checkpoints_of_the_run_stay_where_it_goes_on_from_an_older_one(st
     assert names(storage, "/runs/a/checkpoints") == {"step-00000006", "step-00000008"}
 
 
+def test_a_rank_that_takes_over_from_rank_0_prunes_there_what_that_copied(storage, tmp_path: Path):
+    run = tmp_path / "a"
+    for step in (2, 4):
+        copied(storage, trained(run, step))
+    copied(storage, trained(tmp_path / "b", 3, seed=1))  # of another run
+    folder = RunFolder(run, short_config(run, remote="memory://runs/a"), RankContext.alone())
+    with contextlib.ExitStack() as stack:
+        folder.take_over(stack, print)
+        shutil.rmtree(run / "checkpoints" / "step-00000002")
+        assert folder.remote is not None
+        folder.remote.checkpoint(trained(run, 6))
+    assert names(storage, "/runs/a/checkpoints") == {"step-00000003", "step-00000004", "step-00000006"}
+
+
 def trained(run: Path, step: int, seed: int = 0) -> Path:
     """A checkpoint of a run with settings."""
     config = short_config(run, seed=seed).model_dump(mode="json")
