@@ -188,7 +188,18 @@ def _samples(data: Any, request: Request, collate: Callable[[list[Any]], Mapping
         return _array(existing(_only(items, "a pre-tokenised array", request)), request)
     if any(is_named_dataset(item) for item in items):
         return _text(named_dataset(_alone(items, "a named dataset")), request)
+    if "stdlib" in items:
+        _require_learns_from_text(request.task)
     return _text(file_source(items, request.text_key), request)
+
+
+def _require_learns_from_text(task: Task) -> None:
+    kinds = task.kinds if isinstance(task, RecordTask) else ()
+    if not isinstance(task, WindowTask) and {"text"} not in map(set, kinds):
+        raise DataError(
+            f"data 'stdlib' is text alone, and task {task.name} learns from records with {kinds_text(kinds)}",
+            "give JSONL records, or 'synthetic'",
+        )
 
 
 def _items(data: Any) -> list[str] | None:

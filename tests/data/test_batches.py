@@ -118,6 +118,16 @@ def test_arrays_have_no_documents_and_feed_no_classifier(tmp_path, opened):
         opened(tmp_path / "a.npy", "text-classification")
 
 
+@pytest.mark.parametrize(
+    "task, fields", [("text-classification", "'text', 'label'"), ("text-to-text", "'source', 'target'")]
+)
+def test_the_standard_library_is_no_place_for_records(opened, task: str, fields: str):
+    with pytest.raises(
+        DataError, match=f"data 'stdlib' is text alone, and task {task} learns from .*{fields}(.|\n)*JSONL"
+    ):
+        opened("stdlib", task)
+
+
 def test_data_that_cannot_be_joined_is_refused(tmp_path, opened):
     np.save(tmp_path / "a.npy", np.zeros(100, np.int64))
     for other in ("synthetic", str(tmp_path / "a.npy")):
