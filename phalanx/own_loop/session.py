@@ -7,7 +7,8 @@ the same calls with the same global batch, of which it computes its own part. Ho
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+import json
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -229,14 +230,14 @@ class OwnSession:
         """From now on another plan, for the same ranks; every rank calls it. What was made is told: bytes that moved,
         and seconds. Where it is refused (`ChangeRefused`), all is as it was."""
         self._updates.require_changeable()
-        before = self._session.state
+        before, frozen = self._session.state, self._frozen()
         try:
             _, done = self._under.change(plan)
         except ChangeRefused:
             if self._session.state is not before:
-                self._go_on_with(self._session)
+                self._go_on_with(self._session, frozen)
             raise
-        self._go_on_with(self._session)
+        self._go_on_with(self._session, frozen)
         return done
 
     @property
@@ -296,10 +297,15 @@ class OwnSession:
     def _session(self) -> Session:
         return self._under.session
 
-    def _go_on_with(self, session: Session) -> None:
+    def _go_on_with(self, session: Session, frozen: Collection[str]) -> None:
         """From now on with this one, whose state may lie elsewhere."""
         self._take(session)
-        self._updates.take(session)
+        self._updates.take(session, frozen)
+
+    def _frozen(self) -> set[str]:
+        """By the loop, on any rank: another one may come to have it."""
+        said = self.world_group.texts(json.dumps(self._updates.frozen()))
+        return {name for text in said for name in json.loads(text)}
 
     def _take(self, session: Session) -> None:
         """From now on with this one."""
