@@ -45,7 +45,8 @@ class Updates:
             weight.exact.requires_grad_(name not in frozen)
         self._stand_in = None if self.weights else torch.zeros(1, device=session.compiled.device, requires_grad=True)
         self._ids = {id(tensor) for tensor in self.parameters()}
-        self.gradients = InWeights(self.weights, self._stand_in) if session.state.hosted is None else InRun()
+        is_here = session.state.hosted is None
+        self.gradients = InWeights(self.weights, self._stand_in) if is_here else InRun(self.weights)
 
     def parameters(self) -> list[Tensor]:
         """What an optimizer is made of. torch refuses one of nothing, so a rank that has nothing to update, as where

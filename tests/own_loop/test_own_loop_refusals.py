@@ -194,6 +194,16 @@ def scales() -> None:
     hosted_session().forward_backward(numbers(0), scale=0.5)
 
 
+def freezes() -> None:
+    session = hosted_session()
+    session.zero_grad()
+    weight = next(iter(session.parameters())).requires_grad_(False)
+    try:
+        session.forward_backward(numbers(0))
+    finally:
+        weight.requires_grad_(True)
+
+
 def steps_itself() -> None:
     optimizer = hosted_session().optimizer
     assert optimizer is not None
@@ -209,6 +219,7 @@ def brings_its_own() -> None:
     [
         (accumulates, "where gradients of several batches do not add up", "call session.step() after every batch"),
         (scales, "scale = 0.5, where the plan keeps the optimizer's state on the host", "leave scale out"),
+        (freezes, "first.weight was frozen by requires_grad_(False), where the plan", "freeze it from the beginning"),
         (steps_itself, "the optimizer of this session was asked for a step", "call session.step()"),
         (brings_its_own, "SGD: plan mb=2,offload=optimizer keeps the optimizer's state on the host", "optimizer=its"),
     ],
