@@ -63,9 +63,10 @@ class InWeights:
             own = (gradient * factor).to(weight.dtype).view(weight.shape)
             weight.grad = own if weight.grad is None else weight.grad.add_(own)
         assert run.norm is not None
-        self.norm = run.norm if self.norm is None else self.norm + run.norm
+        norm = run.norm * scale
+        self.norm = norm if self.norm is None else self.norm + norm
         if len(session.connected.world.ranks) > 1:
-            self._spread(run.norm)
+            self._spread(norm)
         session.step.engine.abandon(run)
         session.step.engine.parts.sends.settle()
         self._last = run

@@ -187,12 +187,16 @@ class OwnSession:
     def save(self, folder: Path | str, keep: int = 2) -> Path:
         """A checkpoint in `folder`, which any plan can load; of earlier ones there the newest are kept."""
         with self._context.slot.within("save"):
-            return self._kept.save(Path(folder).expanduser(), keep, self.steps, self.samples)
+            return self._kept.save(
+                Path(folder).expanduser(), keep, self.steps, self.samples, self.optimizer is not None
+            )  # fmt: skip
 
-    def load(self, path: Path | str) -> None:
-        """Goes on from a checkpoint, or from the newest one in a folder of them, whatever plan wrote it."""
-        with_optimizer = self.optimizer is not None
-        self._updates.steps, self.samples = self._kept.load(Path(path).expanduser(), with_optimizer)
+    def load(self, path: Path | str, weights_only: bool = False) -> None:
+        """Goes on from a checkpoint, or from the newest one in a folder of them, whatever plan wrote it. weights_only:
+        without the optimizer's state in it."""
+        self._updates.steps, self.samples = self._kept.load(
+            Path(path).expanduser(), self.optimizer is not None, weights_only
+        )  # fmt: skip
         self.zero_grad()
 
     def state_dict(self) -> dict[str, Tensor]:
