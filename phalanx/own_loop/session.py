@@ -320,6 +320,8 @@ class OwnSession:
 
     @contextlib.contextmanager
     def _running(self, batch: Batch, phase: str = "step") -> Iterator[None]:
+        if self._is_closed:  # nobody follows an optimizer of the user's any more
+            raise ConfigError("this session is closed and computes no batch", "close it after the last one")
         refuse_autocast(self.device)
         slot = self._context.slot
         slot.at_step(self.steps + 1)

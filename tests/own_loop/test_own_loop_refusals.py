@@ -171,6 +171,14 @@ def test_the_state_of_an_optimizer_is_neither_lost_nor_taken_for_anothers(tmp_pa
         assert optimizer.param_groups[0]["lr"] == 0.1 and not optimizer.state
 
 
+def test_a_closed_session_computes_nothing_more() -> None:
+    own = opened(RankContext.alone(), net(), "", numbers(0), loss=both)
+    own.close()
+    for call in (own.forward_backward, own.evaluate):
+        with pytest.raises(ConfigError, match="this session is closed and computes no batch"):
+            call(numbers(0))
+
+
 def test_gradients_that_a_factor_makes_infinite_change_nothing() -> None:
     with opened(RankContext.alone(), net(), "", numbers(0), loss=both, has_optimizer=True) as own:
         before = own.state_dict()
