@@ -134,6 +134,12 @@ def require_covered(args: transformers.TrainingArguments) -> None:
             "TrainingArguments: skip_memory_metrics = False does nothing in phalanx.hf.Trainer",
             _REFUSED["skip_memory_metrics"],
         )
+    if args.save_only_model and args.load_best_model_at_end:
+        raise ConfigError(
+            "TrainingArguments: save_only_model = True leaves out of checkpoints what load_best_model_at_end = True "
+            "goes back to",
+            "leave one of them out; save_total_limit=1 keeps the best and the newest checkpoint alone",
+        )
     if args.train_sampling_strategy not in _SAMPLING:
         raise ConfigError(
             f"TrainingArguments: train_sampling_strategy = {args.train_sampling_strategy!r} is unknown here",

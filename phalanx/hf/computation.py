@@ -6,7 +6,7 @@ Where the loss is the model's own it is computed inside of the session. Where th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from transformers.utils import ModelOutput
 
 from phalanx.config import RunConfig
+from phalanx.errors import ConfigError
 from phalanx.hf.data import Batch, as_large_as, rows_of
 from phalanx.launch.context import RankContext
 from phalanx.own_loop.open import open as open_session
@@ -34,18 +35,39 @@ class Computation:
         self.module, self._plan, self._options, self._context = model, plan, dict(options), context
         self._loss, self._labels = loss, labels
         self.session: OwnSession | None = None
+        self._learns: set[str] = set()  # what required a gradient when the session was made
+        self._frozen: set[str] = set()  # what of it required none when it was last looked at
 
     def opened(self, batch: Batch) -> OwnSession:
         """The session; made with this batch where there is none."""
         if self.session is None:
             example = self._of_model(batch) if self._loss else dict(batch)
             loss = "outer" if self._loss else None
+            self._learns = {name for name, parameter in self._named() if parameter.requires_grad}
             if self._context is None:
                 self.session = open_session(self.module, example=example, plan=self._plan, loss=loss, **self._options)
             else:
                 config = RunConfig.create(plan=self._plan, clip=None, **self._options)
                 self.session = open_on(self._context, self.module, config, example, loss)
         return self.session
+
+    def freeze_as_the_model(self) -> None:
+        """Follows callbacks that freeze parameters of the model, or let them learn again."""
+        assert self.session is not None
+        wanted = {name for name, parameter in self._named() if parameter.requires_grad}
+        if late := sorted(wanted - self._learns):
+            raise ConfigError(
+                f"Trainer: {late[0]} requires a gradient now, and required none when the model was put under its plan",
+                "let it require one from the beginning, and freeze it (requires_grad_(False)) in a callback until it "
+                "is to learn",
+            )
+        before, self._frozen = self._frozen, self._learns - wanted
+        for name, tensor in self.session.named_parameters():
+            if name in before ^ self._frozen:
+                tensor.requires_grad_(name in wanted)
+
+    def _named(self) -> Iterator[tuple[str, nn.Parameter]]:
+        return self.module.named_parameters(remove_duplicate=False)
 
     def backward(self, batch: Batch, share: float | None, items: int | None) -> Tensor:
         """Adds the gradients of a batch, and returns what the step's loss has of it. share: of the step's loss, what

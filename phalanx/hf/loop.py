@@ -134,6 +134,7 @@ class Loop:
         """One update from these batches; the norm of its gradients, and the learning rate."""
         trainer, handler = self._trainer, self._trainer.callback_handler
         trainer.control = handler.on_step_begin(self._args, trainer.state, trainer.control)
+        trainer.computation.freeze_as_the_model()
         counts = [trainer.num_items(batch) for batch in group]
         items = None if None in counts else sum(count for count in counts if count is not None)
         for number, (batch, count) in enumerate(zip(group, counts, strict=True)):

@@ -90,9 +90,10 @@ def require_separable(spec: ModelSpec, captured: Captured, candidates: Values, b
 
 
 def require_labels(captured: Captured, batch: Values, plan: str) -> None:
-    """Where means over labels and over other items are added, parts of a batch add up only if no label is ignored."""
+    """Where means over labels and over other items are added, parts of a batch add up only if no label is ignored. A
+    batch without them is refused where it is used."""
     for name, ignored in captured.blocks.never_ignored:
-        if (name, ignored) == NOT_KNOWN or bool((batch[name] == ignored).any()):
+        if (name, ignored) == NOT_KNOWN or (name in batch and bool((batch[name] == ignored).any())):
             what = f"some of '{name}' are {ignored}, and so ignored" if name else "nothing is known about their number"
             raise PlanError(
                 f"{captured.blocks.assumed}: {what}, so that micro-batches or replicas (plan {plan}) would change the "

@@ -36,7 +36,7 @@ class Gradients(Protocol):
     def forget(self, session: Session) -> None: ...
 
     def begin(self) -> None:
-        """Refuses a batch that cannot be added to what is there."""
+        """Refuses a batch whose gradients could not be kept as the loop wants them."""
         ...
 
 
@@ -63,9 +63,10 @@ class InWeights:
             own = (gradient * factor).to(weight.dtype).view(weight.shape)
             weight.grad = own if weight.grad is None else weight.grad.add_(own)
         assert run.norm is not None
-        self.norm = run.norm if self.norm is None else self.norm + run.norm
+        norm = run.norm * scale
+        self.norm = norm if self.norm is None else self.norm + norm
         if len(session.connected.world.ranks) > 1:
-            self._spread(run.norm)
+            self._spread(norm)
         session.step.engine.abandon(run)
         session.step.engine.parts.sends.settle()
         self._last = run
@@ -118,7 +119,8 @@ def taken(session: Session, run: StepRun) -> dict[str, Tensor]:
 class InRun:
     """In the run that made them, some of them on the host."""
 
-    def __init__(self) -> None:
+    def __init__(self, weights: Mapping[str, Weight]) -> None:
+        self._weights = weights
         self._run: StepRun | None = None
         self._clip: float | None = None
         self.norm: Tensor | None = None
@@ -130,6 +132,14 @@ class InRun:
                 "several batches do not add up",
                 "call session.step() after every batch; a larger batch in more micro-batches (mb=…) does the same",
             )
+        for name, weight in self._weights.items():
+            if not weight.exact.requires_grad:
+                raise ConfigError(
+                    f"session.forward_backward: {name} was frozen by requires_grad_(False), where the plan keeps the "
+                    "optimizer's state on the host and every weight is updated",
+                    "freeze it from the beginning, in the module or by phalanx.open(…, freeze=…), or choose a plan "
+                    "that keeps nothing of the optimizer on the host",
+                )
 
     def add(self, session: Session, run: StepRun, scale: float) -> None:
         if scale != 1.0:

@@ -7,6 +7,7 @@ One of the user's knows nothing of sessions, so torch is asked to tell of every 
 from __future__ import annotations
 
 import weakref
+from collections.abc import Collection
 from typing import Any, cast
 
 import torch
@@ -36,19 +37,25 @@ class Updates:
         self.take(session)
         self._hooks = _watch_optimizers(self)
 
-    def take(self, session: Session) -> None:
-        """From now on with this one, whose state lies elsewhere than that of the one before."""
+    def take(self, session: Session, frozen: Collection[str] = ()) -> None:
+        """From now on with this one, whose state lies elsewhere than that of the one before. frozen: by the loop, on
+        whichever ranks it was."""
         self._session, self.weights = session, session.state.parameters.trained
-        for weight in self.weights.values():
-            weight.exact.requires_grad_(True)
+        for name, weight in self.weights.items():
+            weight.exact.requires_grad_(name not in frozen)
         self._stand_in = None if self.weights else torch.zeros(1, device=session.compiled.device, requires_grad=True)
         self._ids = {id(tensor) for tensor in self.parameters()}
-        self.gradients = InWeights(self.weights, self._stand_in) if session.state.hosted is None else InRun()
+        is_here = session.state.hosted is None
+        self.gradients = InWeights(self.weights, self._stand_in) if is_here else InRun(self.weights)
 
     def parameters(self) -> list[Tensor]:
         """What an optimizer is made of. torch refuses one of nothing, so a rank that has nothing to update, as where
         all of its stage is frozen, has a zero that stays one."""
         return [weight.exact for weight in self.weights.values()] or [cast(Tensor, self._stand_in)]
+
+    def frozen(self) -> list[str]:
+        """What the loop froze of what lies here."""
+        return [name for name, weight in self.weights.items() if not weight.exact.requires_grad]
 
     def under(self, session: Session) -> None:
         """From now on with this one, which has the same state."""

@@ -7,7 +7,8 @@ the same calls with the same global batch, of which it computes its own part. Ho
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+import json
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -186,12 +187,16 @@ class OwnSession:
     def save(self, folder: Path | str, keep: int = 2) -> Path:
         """A checkpoint in `folder`, which any plan can load; of earlier ones there the newest are kept."""
         with self._context.slot.within("save"):
-            return self._kept.save(Path(folder).expanduser(), keep, self.steps, self.samples)
+            return self._kept.save(
+                Path(folder).expanduser(), keep, self.steps, self.samples, self.optimizer is not None
+            )  # fmt: skip
 
-    def load(self, path: Path | str) -> None:
-        """Goes on from a checkpoint, or from the newest one in a folder of them, whatever plan wrote it."""
-        with_optimizer = self.optimizer is not None
-        self._updates.steps, self.samples = self._kept.load(Path(path).expanduser(), with_optimizer)
+    def load(self, path: Path | str, weights_only: bool = False) -> None:
+        """Goes on from a checkpoint, or from the newest one in a folder of them, whatever plan wrote it. weights_only:
+        without the optimizer's state in it."""
+        self._updates.steps, self.samples = self._kept.load(
+            Path(path).expanduser(), self.optimizer is not None, weights_only
+        )  # fmt: skip
         self.zero_grad()
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -229,14 +234,14 @@ class OwnSession:
         """From now on another plan, for the same ranks; every rank calls it. What was made is told: bytes that moved,
         and seconds. Where it is refused (`ChangeRefused`), all is as it was."""
         self._updates.require_changeable()
-        before = self._session.state
+        before, frozen = self._session.state, self._frozen()
         try:
             _, done = self._under.change(plan)
         except ChangeRefused:
             if self._session.state is not before:
-                self._go_on_with(self._session)
+                self._go_on_with(self._session, frozen)
             raise
-        self._go_on_with(self._session)
+        self._go_on_with(self._session, frozen)
         return done
 
     @property
@@ -296,10 +301,15 @@ class OwnSession:
     def _session(self) -> Session:
         return self._under.session
 
-    def _go_on_with(self, session: Session) -> None:
+    def _go_on_with(self, session: Session, frozen: Collection[str]) -> None:
         """From now on with this one, whose state may lie elsewhere."""
         self._take(session)
-        self._updates.take(session)
+        self._updates.take(session, frozen)
+
+    def _frozen(self) -> set[str]:
+        """By the loop, on any rank: another one may come to have it."""
+        said = self.world_group.texts(json.dumps(self._updates.frozen()))
+        return {name for text in said for name in json.loads(text)}
 
     def _take(self, session: Session) -> None:
         """From now on with this one."""
@@ -310,6 +320,8 @@ class OwnSession:
 
     @contextlib.contextmanager
     def _running(self, batch: Batch, phase: str = "step") -> Iterator[None]:
+        if self._is_closed:  # nobody follows an optimizer of the user's any more
+            raise ConfigError("this session is closed and computes no batch", "close it after the last one")
         refuse_autocast(self.device)
         slot = self._context.slot
         slot.at_step(self.steps + 1)

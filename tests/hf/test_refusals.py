@@ -40,6 +40,8 @@ def trainer(folder: Path, kind: type[Trainer] = Trainer, **given: Any) -> Traine
         ({"skip_memory_metrics": False}, "skip_memory_metrics = False does nothing", "phalanx inspect"),
         ({"use_liger_kernel": True}, "use_liger_kernel = True does nothing", "compiled"),
         ({"push_to_hub": True}, "push_to_hub = True does nothing", "trainer.model.push_to_hub"),
+        ({"save_only_model": True, "load_best_model_at_end": True, "eval_strategy": "steps"},
+         "save_only_model = True leaves out of checkpoints what load_best_model_at_end", "leave one of them out"),
         ({"train_sampling_strategy": "batch_rebalance"}, "'batch_rebalance' is unknown here", "random, sequential"),
         ({"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"every_n_layers": 2}},
          "_checkpointing_kwargs = {'every_n_layers': 2} does nothing", "recompute=block"),

@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, TrainerCallback
 
+from phalanx.errors import ConfigError
 from phalanx.hf import Trainer, TrainingArguments
 from phalanx.launch.worker_pool import WorkerPool
 from tests.hf import jobs
@@ -164,6 +165,42 @@ def test_callbacks_see_events_and_end_the_run_and_a_checkpoint_goes_on(tmp_path:
     require_equal(history(again)[:-1], REFERENCE["causal"][:-1])
     saved = AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint-1")
     assert isinstance(saved, nn.Module)
+
+
+class Freezer(TrainerCallback):
+    """Freezes the head, lets it learn again in the second step, and at last something that never learned."""
+
+    def __init__(self) -> None:
+        self.norms: list[float] = []
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, model: Any = None, **given: Any) -> None:
+        model.lm_head.requires_grad_(state.global_step > 0)
+        if state.global_step == 2:
+            model.requires_grad_(True)
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float], **given: Any) -> None:
+        self.norms.append(logs["grad_norm"])
+
+
+def test_what_a_callback_freezes_in_the_model_rests_until_it_learns_again(tmp_path: Path) -> None:
+    model, freezer = llama(), Freezer()
+    model.model.embed_tokens.requires_grad_(False)
+    args = TrainingArguments(output_dir=str(tmp_path), max_steps=3, **COMMON)
+    trainer = Trainer(
+        model=model, args=args, train_dataset=texts(16), data_collator=padded, plan="mb=2", callbacks=[freezer]
+    )
+    with pytest.raises(ConfigError, match=r"embed_tokens\.weight requires a gradient now, and required none when"):
+        trainer.train()
+    expected = llama()
+    expected.model.embed_tokens.requires_grad_(False)
+    expected.lm_head.requires_grad_(False)
+    batch = next(iter(trainer.get_train_dataloader()))
+    expected(**batch).loss.backward()
+    norm = torch.nn.utils.clip_grad_norm_(expected.parameters(), 1e9)
+    assert freezer.norms[0] == pytest.approx(float(norm), rel=1e-5)
+    values = trainer.session.state_dict()
+    assert torch.equal(values["model.embed_tokens.weight"], llama().model.embed_tokens.weight)
+    assert not torch.equal(values["lm_head.weight"], llama().lm_head.weight)
 
 
 @pytest.mark.long

@@ -242,6 +242,25 @@ def changing(
     return finished(session, losses)
 
 
+def frozen_before_changes(context: RankContext, plans: Sequence[str], steps: int = 2) -> Trained:
+    """A layer that the loop freezes before the first step, the head before the second; all goes on in the last. An
+    empty plan changes nothing."""
+    session = opened(context, net(), plans[0], numbers(0), loss=both, has_optimizer=True, optimizer="adamw", lr=LR)
+    losses: list[Any] = []
+    for step in range(steps * len(plans)):
+        if step and step % steps == 0 and plans[step // steps]:
+            session.change(plans[step // steps])
+        for name, value in session.named_parameters():
+            if name.startswith(("layers.1.", "head.")[step : step + 1]):
+                value.requires_grad_(False)
+            elif step == steps * len(plans) - 1:
+                value.requires_grad_(True)
+        losses.append(session.forward_backward(numbers(step)))
+        losses.append(session.clip_grad_norm_(0.5))
+        session.step()
+    return finished(session, losses)
+
+
 def refused_midway(context: RankContext, steps: int) -> Trained:
     """So many steps before a change of plan that rank 1 has no room for when some state has moved, and twice as many
     after it, half of them under the schedule of before."""

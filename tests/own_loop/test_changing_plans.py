@@ -29,6 +29,16 @@ def test_a_change_that_was_prepared_finds_everything_made(pool: WorkerPool) -> N
         torch.testing.assert_close(found.values[name], value, rtol=1e-9, atol=1e-11, msg=name)
 
 
+def test_what_the_loop_froze_stays_frozen_wherever_it_then_lies(pool: WorkerPool) -> None:
+    expected = jobs.frozen_before_changes(RankContext.alone(), ["mb=2", "", ""])
+    alone = jobs.frozen_before_changes(RankContext.alone(), ["mb=2", "mb=4", "mb=2"])
+    split = pool.run(jobs.frozen_before_changes, ["pp=2,mb=2", "dp=2,zero=1", "tp=2"], world=2)[0]
+    for found in (alone, split):
+        assert found.losses == pytest.approx(expected.losses, rel=1e-9)
+        for name, value in expected.values.items():
+            torch.testing.assert_close(found.values[name], value, rtol=1e-9, atol=1e-11, msg=name)
+
+
 def test_what_cannot_be_is_not_prepared() -> None:
     with opened(RankContext.alone(), net(), "mb=2", numbers(0), loss=both, has_optimizer=True) as session:
         with pytest.raises(PlanError, match="pp=2 does not divide the number of ranks: there is 1"):

@@ -125,6 +125,9 @@ def test_a_batch_is_what_the_session_was_opened_for() -> None:
         session().forward_backward((torch.zeros(8, 5), numbers(0)[1]))
     with pytest.raises(DataError, match="a batch holds target, y"):
         session().forward_backward({"y": numbers(0)[0], "target": numbers(0)[1]})
+    own = opened(RankContext.alone(), net(), "mb=2", numbers(0), loss=both)
+    with own, pytest.raises(DataError, match="a batch holds x, but the model was captured with target, x"):
+        own.forward_backward({"x": numbers(0)[0]})
 
 
 def test_a_checkpoint_of_another_model_or_none_is_refused(tmp_path: Path) -> None:
@@ -134,6 +137,54 @@ def test_a_checkpoint_of_another_model_or_none_is_refused(tmp_path: Path) -> Non
     other.save(tmp_path / "other")
     with pytest.raises(CheckpointError, match=r"holds no tensor 'first\.weight'"):
         session().load(tmp_path / "other")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match="file is no folder: "):
+        session().load(tmp_path / "file")
+    with pytest.raises(ConfigError, match=r"session\.save: keep = 0 would leave no checkpoint"):
+        session().save(tmp_path, keep=0)
+
+
+def test_the_state_of_an_optimizer_is_neither_lost_nor_taken_for_anothers(tmp_path: Path) -> None:
+    with opened(RankContext.alone(), net(), "", numbers(0), loss=both) as own:
+        torch.optim.AdamW(own.parameters(), lr=0.1)  # which nobody has said is the one that updates
+        own.save(tmp_path / "new")
+        optimizer = own.optimizer = torch.optim.SGD(own.parameters(), lr=0.7)
+        own.load(tmp_path / "new")
+        assert optimizer.param_groups[0]["lr"] == 0.7  # nothing was saved of an optimizer
+        optimizer = torch.optim.AdamW(own.parameters(), lr=0.1)
+        own.forward_backward(numbers(0))
+        optimizer.step()
+        own.save(tmp_path)
+    with opened(RankContext.alone(), net(), "", numbers(0), loss=both) as own:
+        with pytest.raises(ConfigError, match="state of an optimizer, and this session knows of none yet") as info:
+            own.load(tmp_path)
+        assert "session.optimizer = optimizer" in info.value.hint
+        own.load(tmp_path, weights_only=True)
+        assert own.steps == 1
+        own.optimizer = torch.optim.SGD(own.parameters(), lr=0.1, momentum=0.9)
+        with pytest.raises(ConfigError, match="holds the state of AdamW, and SGD updates here"):
+            own.load(tmp_path)
+        optimizer = own.optimizer = torch.optim.AdamW([{"params": [each]} for each in own.parameters()], lr=0.1)
+        with pytest.raises(ConfigError, match="holds 1 parameter group of an optimizer, and AdamW has 12 here"):
+            own.load(tmp_path)
+        own.load(tmp_path, weights_only=True)
+        assert optimizer.param_groups[0]["lr"] == 0.1 and not optimizer.state
+
+
+def test_a_closed_session_computes_nothing_more() -> None:
+    own = opened(RankContext.alone(), net(), "", numbers(0), loss=both)
+    own.close()
+    for call in (own.forward_backward, own.evaluate):
+        with pytest.raises(ConfigError, match="this session is closed and computes no batch"):
+            call(numbers(0))
+
+
+def test_gradients_that_a_factor_makes_infinite_change_nothing() -> None:
+    with opened(RankContext.alone(), net(), "", numbers(0), loss=both, has_optimizer=True) as own:
+        before = own.state_dict()
+        own.forward_backward(numbers(0), scale=float("inf"))
+        assert not own.step()
+        assert all(torch.equal(value, before[name]) for name, value in own.state_dict().items())
 
 
 def _first(output: tuple[Tensor, Tensor], target: Tensor) -> Tensor:
@@ -194,6 +245,16 @@ def scales() -> None:
     hosted_session().forward_backward(numbers(0), scale=0.5)
 
 
+def freezes() -> None:
+    session = hosted_session()
+    session.zero_grad()
+    weight = next(iter(session.parameters())).requires_grad_(False)
+    try:
+        session.forward_backward(numbers(0))
+    finally:
+        weight.requires_grad_(True)
+
+
 def steps_itself() -> None:
     optimizer = hosted_session().optimizer
     assert optimizer is not None
@@ -209,6 +270,7 @@ def brings_its_own() -> None:
     [
         (accumulates, "where gradients of several batches do not add up", "call session.step() after every batch"),
         (scales, "scale = 0.5, where the plan keeps the optimizer's state on the host", "leave scale out"),
+        (freezes, "first.weight was frozen by requires_grad_(False), where the plan", "freeze it from the beginning"),
         (steps_itself, "the optimizer of this session was asked for a step", "call session.step()"),
         (brings_its_own, "SGD: plan mb=2,offload=optimizer keeps the optimizer's state on the host", "optimizer=its"),
     ],
