@@ -264,7 +264,7 @@ def _timed(path: Path, every: list[Row], work: ModelWork, cluster: Cluster, dtyp
     times = block_times([(row.kind, row.key, row.value) for row in found])
     if times:
         typer.echo(f"blocks as measured ({path}): {', '.join(times)}", err=True)
-    return work.timed(times)
+    return work.measured(times)
 
 
 def _nearest(counts: Iterable[int], wanted: int) -> int:

@@ -221,7 +221,7 @@ def _print_blocks(store: Store, subject: Subject, found: Outcome) -> None:
     from phalanx.profile.model import times_here
 
     times = times_here(
-        store.rows(), subject.captured, subject.dtype, subject.device, subject.ranks, subject.length
+        store.rows(), subject.captured, subject.dtype, subject.device, subject.ranks, subject.length, subject.compile
     )  # fmt: skip
     typer.echo(f"blocks of {subject.spec.name} in {subject.dtype}, samples of {subject.length} tokens: forward, input "
                "gradients, weight gradients")  # fmt: skip

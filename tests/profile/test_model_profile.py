@@ -106,6 +106,18 @@ def test_what_was_measured_otherwise_is_not_found(
     assert times_here(store.rows(), subject.captured, device=CPU, **wanted) == {}  # pyright: ignore
 
 
+def test_what_was_measured_compiled_otherwise_is_not_found(
+    subject: Subject, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stand_in(monkeypatch, subject)
+    measure(store, subject, [Size(1, 1)])
+    found = {mode: times_here(store.rows(), subject.captured, "float32", CPU, 1, 16, mode) for mode in ("off", "auto")}
+    assert found["off"] == found["auto"] != {}  # on CPUs the same
+    assert times_here(store.rows(), subject.captured, "float32", CPU, 1, 16, "aot_eager") == {}
+    compiled = replace(subject, compile="aot_eager")
+    assert measure(store, compiled, [Size(1, 1)]).measured == 1
+
+
 @pytest.mark.parametrize("name", ["graph", "torch", "device"])
 def test_stale_and_foreign_rows_are_not_used(
     subject: Subject, store: Store, monkeypatch: pytest.MonkeyPatch, name: str
