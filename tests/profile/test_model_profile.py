@@ -160,6 +160,17 @@ def test_measured_blocks_stand_before_what_the_device_offers() -> None:
     assert summed.weight == 1.5 and summed.forward > 0.5  # at a degree that was not measured: a half, and sums
 
 
+def test_what_is_computed_again_takes_its_part_of_what_was_measured() -> None:
+    """Were it taken for what the device offers, the cheapest recomputation would seem free where blocks are slower."""
+    work = transformer("m", Shape(layers=2, hidden=64, heads=4, kv_heads=4, ffn=256, vocabulary=512, tokens=32))
+    machine = Machine(Cluster.read("1 H100").nodes[0], Software(launch=0.0), Plan(), samples=2)
+    layer, offered = work.classes[1], machine.seconds(work.classes[1], "light")
+    times = {"layer": {1: (BlockTime(2, 100 * offered.forward, 1.0, 1.0),)}}
+    slower = machine.seconds(work.timed(times).classes[1], "light")
+    assert layer.is_layer and offered.again > 0
+    assert slower.again == pytest.approx(100 * offered.again)
+
+
 def test_slices_take_what_was_measured_of_as_many_tokens_and_a_little_more() -> None:
     """Were a slice taken for what the device offers, it would seem faster wherever a block is slower than that."""
     timed = transformer("m", Shape(layers=2, hidden=64, heads=4, kv_heads=4, ffn=256, vocabulary=512, tokens=32)).timed(
