@@ -256,6 +256,21 @@ def test_plans_are_judged_by_measured_blocks_of_the_clusters_device(
     assert "and the cluster has A100" in capsys.readouterr().err
 
 
+def test_blocks_count_only_of_the_device_whose_rates_are_planned_with(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A file may hold two devices of a kind."""
+    first, other = (profile_file(tmp_path / name, f"NVIDIA A100-{name}", 0.25) for name in ("PCIE", "SXM4"))
+    both = [json.loads(file.read_text()) for file in (first, other)]
+    rates = [row for row in both[1]["rows"] if not row["kind"].startswith("block")]
+    first.write_text(json.dumps({**both[0], "rows": both[0]["rows"] + rates}))
+    asked = ["estimate", "--model", "gpt2", "--seq-len", "1024", "--cluster", "1 A100", "--plan", "dp=1"]
+    assert main([*asked, "--profile", str(first)]) == 0
+    assert "blocks as measured" not in capsys.readouterr().err
+    assert main([*asked, "--profile", str(other)]) == 0
+    assert "blocks as measured" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("option", ["degrees", "samples"])
 def test_sizes_that_are_none_are_refused(option: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["profile", "--model", "gpt2", f"--{option}", "1,none"]) == 2
