@@ -223,6 +223,7 @@ def _case(
     from phalanx.planning.precision import in_precision
     from phalanx.planning.rates import on_cluster
     from phalanx.predict.work_of_facts import work_of_facts
+    from phalanx.profile.store import matching
 
     machines = in_precision(_cluster(cluster), dtype)
     require_data(data, reading)
@@ -243,20 +244,17 @@ def _case(
         path, rows, rates = found
         machines, software = on_cluster(machines, software, rates)
         if not lora:  # measured as all of it is trained
-            work = _timed(path, rows, work, machines, dtype)
+            work = _timed(path, matching(rows, device=rates.device), work, machines, dtype)
     return Case(work, machines, software, batch, used, is_calibrated=calibration is not None)
 
 
-def _timed(path: Path, every: list[Row], work: ModelWork, cluster: Cluster, dtype: str) -> ModelWork:
-    """With the seconds of its blocks, where a profile has them of this model and length on the cluster's device. What
-    runs measured in passing does not count."""
-    from phalanx.planning.rates import is_of
+def _timed(path: Path, every: Iterable[Row], work: ModelWork, cluster: Cluster, dtype: str) -> ModelWork:
+    """With the seconds of its blocks, where a profile has them of this model and length. every: of the very device
+    whose rates are planned with. What runs measured in passing does not count."""
     from phalanx.predict.from_profile import block_times
     from phalanx.profile.store import matching, of_newest_graphs
 
-    wanted = cluster.nodes[0].device
-    rows = matching(every, model=work.name, dtype=dtype, tokens=work.tokens, by="profile")
-    own = [row for row in rows if is_of(str(row.key.get("device")), wanted)]
+    own = list(matching(every, model=work.name, dtype=dtype, tokens=work.tokens, by="profile"))
     # Of measurements beside several numbers of other ranks, those of as many as the cluster's nodes have devices.
     counts = {ranks for row in own if isinstance(ranks := row.key.get("ranks"), int)}
     nearest_count = _nearest(counts, cluster.per_node)
@@ -264,7 +262,7 @@ def _timed(path: Path, every: list[Row], work: ModelWork, cluster: Cluster, dtyp
     times = block_times([(row.kind, row.key, row.value) for row in found])
     if times:
         typer.echo(f"blocks as measured ({path}): {', '.join(times)}", err=True)
-    return work.timed(times)
+    return work.measured(times)
 
 
 def _nearest(counts: Iterable[int], wanted: int) -> int:

@@ -71,13 +71,18 @@ def profile(
     ranks that torchrun, srun or mpirun started."""
     of_blocks = {"tiny": tiny or None, "degrees": degrees, "samples": samples, "seconds": seconds}
     reading = {"text_key": text_key, "on_broken": on_broken}
+    of_devices = {"ranks": ranks, "dtype": dtype, "device": None if device == "auto" else device}
     if data:
         _refuse(of_blocks, "data is looked at")
+        _refuse({**of_devices, "import": take}, "data is looked at", about="measurements of devices")
         _look_at_data(data, {"model": model or "phalanx-demo", "task": task, "seq_len": seq_len, **reading}, fresh, out)
         return
     require_data(data, reading)
     if model is None:
         _refuse({**of_blocks, "task": task, "seq_len": seq_len}, "no model is named", "name it (--model NAME), or ")
+    if take is not None:
+        idle = {**of_devices, "device": None, "model": model, "fresh": fresh or None, "out": out}
+        _refuse(idle, "measurements are taken over, and nothing is measured", about="measuring")
     _require_own_ranks(ranks, model, take)
     asked = [(a, b) for a in _numbers("degrees", degrees or "1") for b in _numbers("samples", samples or "1,2,4")]
     for name, value, allowed in (("device", device, DEVICES), ("dtype", dtype, DTYPES)):
@@ -100,12 +105,14 @@ def profile(
         _export(store, device, out)
 
 
-def _refuse(given: Mapping[str, object], why: str, instead: str = "") -> None:
-    """Options that would do nothing. instead: what would help besides."""
+def _refuse(
+    given: Mapping[str, object], why: str, instead: str = "", about: str = "the blocks of a model"
+) -> None:  # fmt: skip
+    """Options that would do nothing. instead: what would help besides. about: what they are for."""
     for name, value in given.items():
         if value is not None:
-            option = f"--{name.replace('_', '-')}"
-            message = f"option {name} = {value!r} does nothing: {why}, and it is about the blocks of a model"
+            option, shown = f"--{name.replace('_', '-')}", str(value) if isinstance(value, Path) else value
+            message = f"option {name} = {shown!r} does nothing: {why}, and it is about {about}"
             raise ConfigError(message, f"{instead}leave out {option}")
 
 
@@ -221,7 +228,7 @@ def _print_blocks(store: Store, subject: Subject, found: Outcome) -> None:
     from phalanx.profile.model import times_here
 
     times = times_here(
-        store.rows(), subject.captured, subject.dtype, subject.device, subject.ranks, subject.length
+        store.rows(), subject.captured, subject.dtype, subject.device, subject.ranks, subject.length, subject.compile
     )  # fmt: skip
     typer.echo(f"blocks of {subject.spec.name} in {subject.dtype}, samples of {subject.length} tokens: forward, input "
                "gradients, weight gradients")  # fmt: skip

@@ -151,6 +151,9 @@ def _filled(run: Run, software: Software) -> float:
 
 
 NAMES = tuple(field.name for field in fields(Software))
+# What seconds are divided by, of which there is always some.
+RATES = ("products", "attention", "odd", "memory", "link", "network", "gathers", "sends", "network_gathers",
+         "network_sends", "crowded", "host_updates", "host_copies")  # fmt: skip
 
 
 def read_software(mapping: Mapping[str, Any], device: str) -> Software:
@@ -173,6 +176,8 @@ def read_software(mapping: Mapping[str, Any], device: str) -> Software:
             raise ConfigError(f"devices: {device}: unknown share {name!r}", nearest(name, NAMES))
         if not isinstance(value, int | float) or not 0 <= value < float("inf"):
             raise ConfigError(f"devices: {device}: {name} = {value!r} is not a number of 0 or more", "calibrate anew")
+        if name in RATES and not value:
+            raise ConfigError(f"devices: {device}: {name} = {value!r} is no rate above 0", "calibrate anew")
     return Software(**given)
 
 

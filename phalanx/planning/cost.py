@@ -215,10 +215,10 @@ class Machine:
     def _part_seconds(self, work: BlockWork, rung: str) -> Seconds:
         """Of one part of a micro-batch."""
         computed, inputs, weight = self._computed(work)
-        moved = self._moved(work)
         sums = self.sums_seconds(work)
         again, repeated = {
-            "none": (0.0, 0.0), "light": (moved, 0.0), "unit": (computed, 0.0), "block": (computed, sums),
+            "none": (0.0, 0.0), "light": (self._moved_share(work) * computed, 0.0),
+            "unit": (computed, 0.0), "block": (computed, sums),
         }[rung]  # fmt: skip
         ahead, behind = self._hidden(sums, repeated, computed, inputs + again, weight) if sums else (0.0, 0.0)
         lost = 1 - self.software.contention
@@ -238,6 +238,12 @@ class Machine:
         sliced = work.times and self.plan.slices and work.attention
         slower = self.slowed * (SLICED_LAYER if sliced else 1.0)
         return slower * forward, slower * backward, slower * weight
+
+    def _moved_share(self, work: BlockWork) -> float:
+        """Of a forward, what all but products and attention takes: of what was measured, the share that the device
+        offers it."""
+        offered = self._offered(work)[0]
+        return self._moved(work) / offered if offered else 0.0
 
     def _offered(self, work: BlockWork) -> tuple[float, float, float]:
         products, moved, weights = self._products(work), self._moved(work), self._weights(work)

@@ -131,12 +131,23 @@ def _seconds(row: Mapping[str, str], batch: int) -> float | None:
     if row["notes"].startswith("OOM"):
         return None
     if row["measured_iter_s"]:
-        return float(row["measured_iter_s"])
+        return _measured(row, "measured_iter_s")
     if row["measured_tokens_per_s"]:
-        return batch * _number(row, "seq_len") / float(row["measured_tokens_per_s"])
+        return batch * _number(row, "seq_len") / _measured(row, "measured_tokens_per_s")
     if row.get("measured_tflops_per_gpu") and "96 B s l h^2" in row["notes"]:
         return _seconds_of_rate(row, batch)
     raise _Skip("no measured time")
+
+
+def _measured(row: Mapping[str, str], name: str) -> float:
+    """One that is not above 0, or no number, would decide the fit of all others."""
+    try:
+        found = float(row[name])
+    except ValueError:
+        found = 0.0
+    if not 0 < found < float("inf"):
+        raise _Skip(f"a {name} that is no number above 0")
+    return found
 
 
 def _seconds_of_rate(row: Mapping[str, str], batch: int) -> float:
@@ -145,7 +156,7 @@ def _seconds_of_rate(row: Mapping[str, str], batch: int) -> float:
     vocabulary = _number(row, "vocab", default=VOCABULARY)
     flops = 96.0 * batch * tokens * layers * hidden**2
     flops *= 1 + tokens / (6 * hidden) + vocabulary / (16 * layers * hidden)
-    return flops / (float(row["measured_tflops_per_gpu"]) * 1e12 * _number(row, "n_gpus"))
+    return flops / (_measured(row, "measured_tflops_per_gpu") * 1e12 * _number(row, "n_gpus"))
 
 
 def _cluster(row: Mapping[str, str]) -> Cluster:

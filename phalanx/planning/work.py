@@ -48,6 +48,11 @@ def at_degree(times: Times, degree: int, samples: float) -> tuple[float, float, 
     return forward, backward, weight
 
 
+def _learning(times: Times, share: float) -> Times:
+    """Of a block of which only a share is trained: of the rest there are no weight gradients."""
+    return {degree: tuple(own._replace(weight=share * own.weight) for own in known) for degree, known in times.items()}
+
+
 RUNGS = ("none", "light", "unit", "block")  # what is computed again, as a plan says it: each keeps less than the last
 
 
@@ -180,6 +185,11 @@ class ModelWork:
     def timed(self, times: Mapping[str, Times]) -> ModelWork:
         """With what blocks were seen to take, by the name of the first one of a class."""
         return replace(self, classes=tuple(replace(own, times=times.get(own.name, {})) for own in self.classes))
+
+    def measured(self, times: Mapping[str, Times]) -> ModelWork:
+        """The same, where blocks were measured as if all of them were trained."""
+        learn = {own.name: own.learns for own in self.classes}
+        return self.timed({name: _learning(own, learn.get(name, 1.0)) for name, own in times.items()})
 
     def block(self, index: int) -> BlockWork:
         return self.classes[self.blocks[index]]

@@ -37,7 +37,7 @@ from phalanx.prepare.blocks_here import measure_blocks, sizes_of
 from phalanx.prepare.did_not_fit import NONE_TRIED, Tried
 from phalanx.prepare.here import planned_here, to_stderr, usable_store
 from phalanx.prepare.turns import let_others_come, wait_for
-from phalanx.profile.model import Size, times_here
+from phalanx.profile.model import Size, of_every_block, times_here
 from phalanx.profile.model import Subject as Measured
 from phalanx.profile.store import rows_here
 
@@ -216,9 +216,11 @@ def work_of(subject: Subject, compiled: Compiled, ranks: int, light: bool = True
     """ranks: of a node. With the seconds of its blocks, where `phalanx profile --model` measured them here."""
     causal = subject.spec.task == "causal-lm"
     work = work_of_graph(subject.spec.name, compiled, subject.batches.batch(0, 1), subject.heads, light, causal)
-    return work.timed(
-        times_here(rows_here(), subject.captured, subject.config.dtype, compiled.device, ranks, work.tokens)
+    config = subject.config
+    times = times_here(
+        rows_here(), subject.captured, config.dtype, compiled.device, ranks, work.tokens, config.compile
     )  # fmt: skip
+    return work.measured(of_every_block(subject.captured, times))
 
 
 def _can_run(subject: Subject, plan: Plan) -> bool:

@@ -26,6 +26,7 @@ from phalanx.errors import PhalanxError, counted
 from phalanx.launch.context import RankContext
 from phalanx.launch.worker_pool import WorkerPool
 from phalanx.model.captured import Captured
+from phalanx.model.segment.compile import resolve_mode
 from phalanx.model.zoo.zoo import ModelSpec
 from phalanx.plan.plan import Plan
 from phalanx.planning.work import Times
@@ -91,6 +92,7 @@ class Subject:
             "model": self.spec.name, "block": self.first_blocks()[template], "graph": template, "degree": size.degree,
             "samples": size.samples, "tokens": self.length, "dtype": self.dtype, "device": device_name(self.device),
             "ranks": self.ranks, "torch": torch_version(), "by": self.by,
+            "compile": resolve_mode(self.compile, self.device),
         }  # fmt: skip
 
 
@@ -248,11 +250,20 @@ def _quickest(one: dict[str, SegmentTimes], other: dict[str, SegmentTimes]) -> d
 
 
 def times_here(
-    rows: list[Row], captured: Captured, dtype: str, device: torch.device, ranks: int, tokens: int
-) -> dict[str, Times]:
-    """By the name of the first block of each template: what was measured of exactly these graphs, here, by this version
-    of torch; with care, else by a run."""
+    rows: list[Row], captured: Captured, dtype: str, device: torch.device, ranks: int, tokens: int,
+    compile: str = "auto",
+) -> dict[str, Times]:  # fmt: skip
+    """By the name of the first block of each template: what was measured of exactly these graphs, compiled so, here, by
+    this version of torch; with care, else by a run."""
     graphs = {block.template for block in captured.blocks.blocks}
-    here = {"device": device_name(device), "ranks": ranks, "torch": torch_version()}
+    here = {"device": device_name(device), "ranks": ranks, "torch": torch_version(),
+            "compile": resolve_mode(compile, device)}  # fmt: skip
     own = careful_first(list(matching(rows, dtype=dtype, tokens=tokens, **here)), CAREFUL.by)
     return block_times([(row.kind, row.key, row.value) for row in own if row.key.get("graph") in graphs])
+
+
+def of_every_block(captured: Captured, times: Mapping[str, Times]) -> dict[str, Times]:
+    """Of each block what the first one of its template takes: they may differ in what of them is trained."""
+    blocks = captured.blocks.blocks
+    first = {block.template: block.name for block in reversed(blocks)}
+    return {block.name: times[first[block.template]] for block in blocks if first[block.template] in times}

@@ -459,6 +459,7 @@ def test_a_table_of_too_little_is_refused(
         ("{}", "holds no `devices`"),
         ('{"devices": {"A100": {}}}', "devices: A100 has no `software`"),
         ('{"devices": {"A100": {"software": {"speed": 1}}}}', "devices: A100: unknown share 'speed'"),
+        ('{"devices": {"A100": {"software": {"memory": 0}}}}', "devices: A100: memory = 0 is no rate above 0"),
         ('{"devices": {"A100": {"software": {"link": -1}}}}', "devices: A100: link = -1 is not a number of 0 or more"),
     ],
 )

@@ -67,6 +67,11 @@ def test_products_in_eight_bits_are_half_the_work_of_layers_alone() -> None:
     [
         ({"dtype": "NVFP4"}, "products in other than 16 or 8 bits"),
         ({"notes": "LoRA, packed sequences"}, "adapters of which more is not known"),
+        *(
+            ({"measured_iter_s": own}, "a measured_iter_s that is no number above 0")
+            for own in ("0", "-3", "nan", "2,5 s")
+        ),
+        ({"measured_iter_s": "", "measured_tokens_per_s": "0"}, "a measured_tokens_per_s that is no number above 0"),
         ({"gpu": "GB300"}, r"a device that is not known \(GB300\)"),
     ],
 )

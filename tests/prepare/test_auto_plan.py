@@ -20,9 +20,12 @@ from phalanx.errors import ConfigError, PlanError
 from phalanx.launch.context import RankContext
 from phalanx.plan.plan import Plan
 from phalanx.planning.search import search
-from phalanx.prepare.auto import Choice, Subject, choose, measure_together, whole_model
+from phalanx.prepare.auto import Choice, Subject, choose, measure_together, whole_model, work_of
 from phalanx.prepare.did_not_fit import DoesNotFit
 from phalanx.prepare.here import RankDevice, announce, cluster_here, cluster_of, known_device, measure_here
+from phalanx.profile.model import Size
+from phalanx.profile.model import Subject as Measured
+from phalanx.profile.segments import PARTS
 from phalanx.profile.store import Store, profiles_path
 from phalanx.training.job import Job
 from phalanx.training.trials import STEPS, attempt_here, with_fastest
@@ -141,6 +144,25 @@ def test_a_graph_asks_for_what_it_computes_and_holds() -> None:
     kept = work.classes[layer].kept
     assert kept["none"].alone > kept["light"].alone > kept["unit"].alone > kept["block"].alone > 0
     assert "light" not in work_of_graph(MODEL, compiled, case.batch, light=False).classes[layer].kept
+
+
+def test_layers_of_which_some_are_frozen_are_all_planned_for_by_what_was_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are of one graph, and were measured as if all of it were trained."""
+    monkeypatch.setenv("PHALANX_CACHE", str(tmp_path))
+    case, store = named(MODEL), Store(profiles_path())
+    spec, batch = subject().spec, subject().batches.batch
+    measured = Measured(spec, case.captured, "float64", torch.device("cpu"), 2, lambda count: batch(0, count))
+    for template in measured.first_blocks():
+        for part in PARTS:
+            store.put(f"block {part}", measured.key(template, Size(1, 1)), 3.0 if part == "together" else 1.0)
+    first = case.captured.blocks.blocks[case.captured.blocks.layers[0]]
+    learning = tuple(name for name in case.captured.trainable if name not in first.names("parameter"))
+    own = subject(trainable=learning)
+    work = work_of(own, whole_model(own, torch.device("cpu")), ranks=2)
+    assert all(block.times for block in work.classes)
+    assert {block.learns: block.times[1][0].weight for block in work.classes if block.is_layer} == {0.0: 0.0, 1.0: 2.0}
 
 
 # Runs.

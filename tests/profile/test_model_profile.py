@@ -106,6 +106,18 @@ def test_what_was_measured_otherwise_is_not_found(
     assert times_here(store.rows(), subject.captured, device=CPU, **wanted) == {}  # pyright: ignore
 
 
+def test_what_was_measured_compiled_otherwise_is_not_found(
+    subject: Subject, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stand_in(monkeypatch, subject)
+    measure(store, subject, [Size(1, 1)])
+    found = {mode: times_here(store.rows(), subject.captured, "float32", CPU, 1, 16, mode) for mode in ("off", "auto")}
+    assert found["off"] == found["auto"] != {}  # on CPUs the same
+    assert times_here(store.rows(), subject.captured, "float32", CPU, 1, 16, "aot_eager") == {}
+    compiled = replace(subject, compile="aot_eager")
+    assert measure(store, compiled, [Size(1, 1)]).measured == 1
+
+
 @pytest.mark.parametrize("name", ["graph", "torch", "device"])
 def test_stale_and_foreign_rows_are_not_used(
     subject: Subject, store: Store, monkeypatch: pytest.MonkeyPatch, name: str
@@ -146,6 +158,17 @@ def test_measured_blocks_stand_before_what_the_device_offers() -> None:
     split = Machine(Cluster.read("2 H100").nodes[0], Software(), Plan(tp=2), samples=2)
     summed = split.seconds(timed.classes[1], "none")
     assert summed.weight == 1.5 and summed.forward > 0.5  # at a degree that was not measured: a half, and sums
+
+
+def test_what_is_computed_again_takes_its_part_of_what_was_measured() -> None:
+    """Were it taken for what the device offers, the cheapest recomputation would seem free where blocks are slower."""
+    work = transformer("m", Shape(layers=2, hidden=64, heads=4, kv_heads=4, ffn=256, vocabulary=512, tokens=32))
+    machine = Machine(Cluster.read("1 H100").nodes[0], Software(launch=0.0), Plan(), samples=2)
+    layer, offered = work.classes[1], machine.seconds(work.classes[1], "light")
+    times = {"layer": {1: (BlockTime(2, 100 * offered.forward, 1.0, 1.0),)}}
+    slower = machine.seconds(work.timed(times).classes[1], "light")
+    assert layer.is_layer and offered.again > 0
+    assert slower.again == pytest.approx(100 * offered.again)
 
 
 def test_slices_take_what_was_measured_of_as_many_tokens_and_a_little_more() -> None:
@@ -233,6 +256,21 @@ def test_plans_are_judged_by_measured_blocks_of_the_clusters_device(
     assert "and the cluster has A100" in capsys.readouterr().err
 
 
+def test_blocks_count_only_of_the_device_whose_rates_are_planned_with(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A file may hold two devices of a kind."""
+    first, other = (profile_file(tmp_path / name, f"NVIDIA A100-{name}", 0.25) for name in ("PCIE", "SXM4"))
+    both = [json.loads(file.read_text()) for file in (first, other)]
+    rates = [row for row in both[1]["rows"] if not row["kind"].startswith("block")]
+    first.write_text(json.dumps({**both[0], "rows": both[0]["rows"] + rates}))
+    asked = ["estimate", "--model", "gpt2", "--seq-len", "1024", "--cluster", "1 A100", "--plan", "dp=1"]
+    assert main([*asked, "--profile", str(first)]) == 0
+    assert "blocks as measured" not in capsys.readouterr().err
+    assert main([*asked, "--profile", str(other)]) == 0
+    assert "blocks as measured" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("option", ["degrees", "samples"])
 def test_sizes_that_are_none_are_refused(option: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["profile", "--model", "gpt2", f"--{option}", "1,none"]) == 2
@@ -247,6 +285,11 @@ def test_sizes_that_are_none_are_refused(option: str, capsys: pytest.CaptureFixt
         (["--seq-len", "8"], "name it (--model NAME), or leave out --seq-len"),
         (["--data", "stdlib", "--samples", "1"], "→ leave out --samples"),
         (["--data", "stdlib", "--model", "gpt2", "--tiny"], "→ leave out --tiny"),
+        (["--data", "stdlib", "--ranks", "2"], "→ leave out --ranks"),
+        (["--data", "stdlib", "--import", "p.json"], "→ leave out --import"),
+        (["--import", "p.json", "--out", "q.json"], "→ leave out --out"),
+        (["--import", "p.json", "--model", "gpt2", "--fresh"], "→ leave out --model"),
+        (["--import", "p.json", "--fresh"], "→ leave out --fresh"),
         (["--text-key", "body"], "give --data, or leave out --text-key"),
         (["--model", "gpt2", "--on-broken", "skip"], "give --data, or leave out --on-broken"),
     ],
