@@ -130,3 +130,20 @@ def test_wrong_dropout_in_a_capture_is_found(monkeypatch: pytest.MonkeyPatch, tm
     torch.manual_seed(0)  # of the model's values
     with pytest.raises(CaptureError, match="disagrees with the model"):
         train(small(), tmp_path)
+
+
+def test_labels_that_are_predicted_from_padding_are_told_of() -> None:
+    config = transformers.LlamaConfig(
+        hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, vocab_size=32,
+        max_position_embeddings=16, initializer_range=0.5,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    ids, mask = torch.randint(1, 32, (2, 8)), torch.ones(2, 8, dtype=torch.long)
+    mask[1, :3] = 0
+    model, labels = transformers.LlamaForCausalLM(config), ids.where(mask.bool(), -100)
+    batch = {"input_ids": ids, "attention_mask": mask, "labels": labels}
+    with pytest.raises(CaptureError, match="disagrees with the model") as refused:
+        phalanx.open(model, example=batch, device="cpu")
+    assert "samples begin with padding" in refused.value.hint
+    labels[1, 3] = -100
+    phalanx.open(model, example=batch, device="cpu")

@@ -137,6 +137,13 @@ class Comparison:
             )
         if self.is_named:
             return "please report it with the model's config.json: the capture misses something of this architecture"
+        mask = batch.get("attention_mask")
+        if mask is not None and mask.dim() == 2 and not bool(mask[:, 0].all()):
+            return (
+                "samples begin with padding: what attention gives a token that sees none is not the same in all of its "
+                "implementations; pad on the right (tokenizer.padding_side = 'right'), or let no label be predicted "
+                "from padding (-100 for the first token, too)"
+            )
         if self.captured.blocks.conditions:
             return (
                 "forward takes another branch for this number of samples than the graph, for which "
