@@ -291,7 +291,8 @@ def _profile_of(given: Path | None, cluster: Cluster, dtype: str) -> tuple[Path,
 
 def _rates(rows: list[Row], cluster: Cluster, dtype: str) -> Rates | None:
     """Of the cluster's devices, beside as many ranks as its nodes have, or the nearest number that was measured, each
-    on a device of its own; None where they are of several kinds. What runs measured in passing does not count."""
+    on a device of its own; None where they are of several kinds. What runs measured in passing does not count, and of
+    several such devices the one that was measured last does."""
     from phalanx.planning.rates import Spread, is_of
     from phalanx.profile.store import far_from, matching, rates_from, spread_of
 
@@ -301,8 +302,9 @@ def _rates(rows: list[Row], cluster: Cluster, dtype: str) -> Rates | None:
     own = {(str(row.key.get("device")), spread_of(row)) for row in matching(careful, dtype=dtype, nodes=1)}
     fitting = [(name, spread) for name, spread in own if spread and is_of(name, wanted)]
     whole = [(name, spread.ranks) for name, spread in fitting if spread.ranks == spread.devices]
+    last = {name: max(row.made for row in matching(careful, device=name)) for name, _ in whole}
     found: dict[int, Rates] = {}
-    for name, ranks in sorted(whole):
+    for name, ranks in sorted(whole, key=lambda own: (last[own[0]], own)):
         far = far_from(careful, name, Spread(ranks, ranks, cluster.num_nodes), "")
         if (rates := rates_from(careful, name, dtype, Spread(ranks, ranks), far)) is not None:
             found[ranks] = rates

@@ -33,7 +33,7 @@ from phalanx.model.capture import capture
 from phalanx.model.ops.leave import ROWS
 from phalanx.model.zoo.zoo import Model, ModelSpec, build
 from phalanx.own_loop.batch import TARGET, BatchForm
-from phalanx.own_loop.plan import Opened
+from phalanx.own_loop.plan import Opened, refuse_search
 from phalanx.own_loop.session import OwnSession
 from phalanx.params.flat import Piece
 from phalanx.params.groups import ParameterGroup
@@ -87,11 +87,7 @@ def open(
     """
     refuse_while_loading("phalanx.open")
     config, optimizer_class = _config(plan, optimizer, options)
-    if config.searches_plan:
-        raise ConfigError(
-            f"plan = {config.plan!r}: a loop of your own has no search for a plan",
-            "give a plan, such as the one that `phalanx plan --out plan.json` writes, or leave it out",
-        )
+    refuse_search(config.plan)
     if optimizer is None:
         _refuse_hosted_state(config.plan)
     joined = join(config.device)

@@ -110,6 +110,8 @@ class Updates:
     def use(self, given: torch.optim.Optimizer) -> None:
         """An optimizer of the user's is from now on the one that updates, and is saved and loaded."""
         state, kind = self._session.state, type(given).__name__
+        if not isinstance(given, torch.optim.Optimizer):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise ConfigError(f"session.optimizer = {given!r} is no optimizer", "make one of session.parameters()")
         if not any(id(tensor) in self._ids for group in given.param_groups for tensor in group["params"]):
             raise ConfigError(f"{kind} updates no parameter of this session", "make it of session.parameters()")
         if state.hosted is not None:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from phalanx.adapt.migrate import ChangeRefused
 from phalanx.config import RunConfig
-from phalanx.errors import PlanError
+from phalanx.errors import ConfigError, PlanError
 from phalanx.launch.context import RankContext
 from phalanx.model.attach import Ends
 from phalanx.model.captured import Captured
@@ -27,6 +27,7 @@ from phalanx.session.change import Change, change
 from phalanx.session.outputs import Scope
 from phalanx.session.session import Session
 from phalanx.tasks.base import Batch, Task
+from phalanx.written import is_searched
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,14 @@ class Opened:
     def module(self) -> nn.Module:
         """The model without values."""
         return build(self.spec, device="meta", dropout=self.config.dropout)
+
+
+def refuse_search(plan: str) -> None:
+    if is_searched(plan):
+        raise ConfigError(
+            f"plan = {plan!r}: a loop of your own has no search for a plan",
+            "give a plan, such as the one that `phalanx plan --out plan.json` writes, or leave it out",
+        )
 
 
 class OwnPlan:
@@ -115,6 +124,8 @@ class OwnPlan:
         return next(iter(self._schedules.values()))
 
     def _plan(self, plan: str | Plan) -> Plan:
+        if isinstance(plan, str):
+            refuse_search(plan)
         return self._opened.plan_of(plan.full_text if isinstance(plan, Plan) else plan)
 
     @torch.no_grad()

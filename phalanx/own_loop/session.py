@@ -21,7 +21,7 @@ from phalanx.comm.links import Group
 from phalanx.data.given import given_batches
 from phalanx.engine.inputs import num_samples
 from phalanx.engine.reductions import StepRun
-from phalanx.errors import ConfigError, counted
+from phalanx.errors import ConfigError, counted, nearest
 from phalanx.own_loop.batch import part_of, refuse_autocast
 from phalanx.own_loop.gradients import taken
 from phalanx.own_loop.optimizer import Updates
@@ -161,7 +161,10 @@ class OwnSession:
 
     def whole_shape(self, name: str) -> tuple[int, ...]:
         """Of a parameter of the model, whatever lies here of it."""
-        return self._session.compiled.captured.shapes[name]
+        shapes = self._session.compiled.captured.shapes
+        if name not in shapes:
+            raise ConfigError(f"session.whole_shape: the model has no parameter {name!r}", nearest(name, shapes))
+        return shapes[name]
 
     @property
     def optimizer(self) -> torch.optim.Optimizer | None:

@@ -71,6 +71,8 @@ def test_a_change_that_cannot_be_is_refused_and_the_session_goes_on() -> None:
             session.change("pp=2")
         with pytest.raises(PlanError, match="keeps the optimizer's state on the host, where"):
             session.change("offload=optimizer")
+        with pytest.raises(ConfigError, match="a loop of your own has no search for a plan"):
+            session.change("auto")
         session.forward_backward(numbers(0))
         with pytest.raises(ConfigError, match="found gradients that no update has used"):
             session.change("mb=4")

@@ -64,6 +64,7 @@ class CountsToo(nn.Module):
     ("options", "message", "hint"),
     [
         ({"plan": "pp=2"}, "plan pp=2 needs 2 ranks, and this process was started alone", "phalanx launch --ranks 2"),
+        ({"plan": "auto"}, "plan = 'auto': a loop of your own has no search for a plan", "phalanx plan --out plan.json"),
         ({"epochs": 3}, "option 'epochs' is for phalanx.train", ""),
         ({"learning_rate": 3}, "unknown option 'learning_rate'", "here it is lr"),
         ({"dtpye": "float64"}, "unknown option 'dtpye'", "did you mean 'dtype'"),
@@ -109,6 +110,10 @@ def test_a_step_needs_an_optimizer_and_gradients() -> None:
         own.step()
     with pytest.raises(ConfigError, match="SGD updates no parameter of this session"):
         own.optimizer = torch.optim.SGD([torch.zeros(3)], lr=0.1)
+    with pytest.raises(ConfigError, match=r"session.optimizer = None is no optimizer(.|\n)*make one of"):
+        own.optimizer = None
+    with pytest.raises(ConfigError, match=r"no parameter 'head.bais'(.|\n)*did you mean 'head.bias'"):
+        own.whole_shape("head.bais")
 
 
 def test_outputs_leave_only_a_session_that_was_opened_for_it() -> None:

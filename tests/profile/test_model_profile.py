@@ -269,6 +269,10 @@ def test_blocks_count_only_of_the_device_whose_rates_are_planned_with(
     assert "blocks as measured" not in capsys.readouterr().err
     assert main([*asked, "--profile", str(other)]) == 0
     assert "blocks as measured" in capsys.readouterr().err
+    newer = [{**row, "made": "now, and later"} for row in both[0]["rows"]]
+    first.write_text(json.dumps({**both[0], "rows": newer + rates}))  # of two devices the last that was measured counts
+    assert main([*asked, "--profile", str(first)]) == 0
+    assert "blocks as measured" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("option", ["degrees", "samples"])
