@@ -64,7 +64,7 @@ class CountsToo(nn.Module):
     ("options", "message", "hint"),
     [
         ({"plan": "pp=2"}, "plan pp=2 needs 2 ranks, and this process was started alone", "phalanx launch --ranks 2"),
-        ({"plan": "auto"}, "plan = 'auto': a loop of your own has no search for a plan", "phalanx plan --out plan.json"),
+        ({"plan": "auto"}, "a loop of your own has no search for a plan", "phalanx plan --out plan.json"),
         ({"epochs": 3}, "option 'epochs' is for phalanx.train", ""),
         ({"learning_rate": 3}, "unknown option 'learning_rate'", "here it is lr"),
         ({"dtpye": "float64"}, "unknown option 'dtpye'", "did you mean 'dtype'"),
