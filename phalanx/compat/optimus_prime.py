@@ -151,7 +151,8 @@ class Optimus_p:
         return self.session.save(folder)
 
     def load_ckpt(self, folder: Path | str) -> None:
-        self.session.load(folder)
+        """With the state of the optimizer that was given before; where none was, the weights alone."""
+        self.session.load(folder, weights_only=self.session.optimizer is None)
 
     def _everywhere(self, data: Any, labels: Tensor | None) -> Batch:
         """The batch on every rank: those of a pipeline that were given none get it from the first."""
