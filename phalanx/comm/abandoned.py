@@ -19,7 +19,8 @@ from phalanx.comm.pending import Pending
 from phalanx.launch.abort import background_thread
 
 _FAILING_SECONDS = 0.05  # for operations whose sockets were shut
-_LOOKS = 5  # each twice as long after the one before; later ones are left to whoever makes links
+_LOOKS = 5  # each twice as long after the one before
+_LATER_LOOKS = 6  # as these are, but that a process may end meanwhile; more are left to whoever makes links
 
 _kept: list[Pending] = []
 _lock = threading.Lock()  # of `_kept`
@@ -78,3 +79,19 @@ def _let_go(ends: list[Any]) -> None:
             ends.pop().backend = _Closed()
         if let_go_of_ended() == 0:
             return
+    _look_later(_LOOKS)
+
+
+def _look_later(look: int) -> None:
+    """On a busy machine operations take their time to fail. A thread in the background would hold up the process's end
+    for as long as it sleeps; a timer does not."""
+    if look == _LOOKS + _LATER_LOOKS:
+        return
+
+    def again() -> None:
+        if let_go_of_ended() > 0:
+            _look_later(look + 1)
+
+    timer = threading.Timer(_FAILING_SECONDS * 2**look, lambda: background_thread(again, "phalanx-drop").start())
+    timer.daemon = True
+    timer.start()

@@ -136,6 +136,19 @@ def test_links_that_are_given_up_leave_the_groups_of_others_that_they_only_use()
     assert group.backend is backend
 
 
+def test_an_operation_that_takes_long_to_fail_is_let_go_of_too(deadline: Deadline) -> None:
+    """Nobody may make links any more in a rank that is idle, and its port would stay open."""
+    work = Work()
+    tensor = abandoned(deadline, work, Backend())
+    wait_for_drops()
+    assert tensor() is not None
+    work.over = True
+    until = time.monotonic() + 20.0
+    while tensor() is not None and time.monotonic() < until:
+        time.sleep(0.05)
+    assert tensor() is None
+
+
 def wait_for_drops() -> None:
     for thread in threading.enumerate():
         if thread.name == "phalanx-drop":

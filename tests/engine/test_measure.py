@@ -120,7 +120,8 @@ def test_shipped_facts_are_what_is_measured_today(name: str, dtype: str) -> None
     "name, dtype",
     [
         pytest.param("openai/whisper-small", "bfloat16", marks=long), ("phalanx-demo", "float32"), ("gpt2", "float32"),
-        ("openai/whisper-small", "float16"), pytest.param("google-t5/t5-small", "float16", marks=long),
+        pytest.param("openai/whisper-small", "float16", marks=long),
+        pytest.param("google-t5/t5-small", "float16", marks=long),
         pytest.param("google-t5/t5-small", "float32", marks=long),
     ],
 )  # fmt: skip

@@ -62,6 +62,7 @@ def test_a_slowed_link_carries_less_and_the_next_command_finds_it_restored(tmp_p
         assert measured_rate(lab, tmp_path / "rate", 4) > 0.3e8
 
 
+@pytest.mark.long
 def test_a_link_slowed_while_large_packets_are_queued_goes_on(tmp_path: Path):
     # The receiver gives up when nothing comes for 3 s.
     script = "0.5s slow_link node=1 rate=8mbit; 5s restore_link node=1"

@@ -203,6 +203,7 @@ def require_gave_way(folder: Path, out: str) -> None:
     assert losses(folder / "run") == pytest.approx(losses(folder / "plain"), rel=1e-5)
 
 
+@pytest.mark.long
 def test_under_slurm_ranks_measure_the_best_plans_and_pass_over_one_that_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -344,6 +344,7 @@ def test_a_compiler_that_pads_results_changes_nothing_for_those_who_take_them(
         torch.testing.assert_close(found, tuple(expected), check_stride=False)
 
 
+@pytest.mark.long
 def test_what_was_compiled_is_found_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whether torch keeps it is its own decision, which it takes silently: without assumptions about shapes it does
     not, and every run compiles anew."""

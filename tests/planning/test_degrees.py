@@ -92,7 +92,9 @@ def best_of_all(work: ModelWork, cluster: Cluster, batch: int, meshes: list[str]
     return best
 
 
-@pytest.mark.parametrize("room", [0.55, 0.7, 0.9, 1.1])
+@pytest.mark.parametrize(
+    "room", [0.55, pytest.param(0.7, marks=pytest.mark.long), 0.9, pytest.param(1.1, marks=pytest.mark.long)]
+)
 @pytest.mark.parametrize("sequence", ["no", "yes"])
 def test_the_search_finds_the_best_degrees_of_all(room: float, sequence: str) -> None:
     """With memory between what units over all ranks and over one rank take. room: of what these take."""
