@@ -20,7 +20,7 @@ from phalanx.launch.abort import background_thread
 
 _FAILING_SECONDS = 0.05  # for operations whose sockets were shut
 _LOOKS = 5  # each twice as long after the one before
-_LATER_LOOKS = 6  # as these are, but that a process may end meanwhile; more are left to whoever makes links
+_LATER_LOOKS = 6  # after those, which do not hold up the process's end; the rest is left to whoever makes links
 
 _kept: list[Pending] = []
 _lock = threading.Lock()  # of `_kept`

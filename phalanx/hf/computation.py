@@ -62,8 +62,10 @@ class Computation:
                 "is to learn",
             )
         before, self._frozen = self._frozen, self._learns - wanted
+        if not (changed := before ^ self._frozen):
+            return
         for name, tensor in self.session.named_parameters():
-            if name in before ^ self._frozen:
+            if name in changed:
                 tensor.requires_grad_(name in wanted)
 
     def _named(self) -> Iterator[tuple[str, nn.Parameter]]:

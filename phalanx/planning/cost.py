@@ -21,7 +21,7 @@ from phalanx.planning.work import BlockWork, Exchange, ModelWork, at_degree
 MOST_RESERVED = 0.1  # of a device's memory, what libraries keep of it at most
 NARROW_HEAD = 64  # elements of a head, of which attention reaches half of what it could
 ALONE, MEETING = 6.0, 2.5  # how sharply a device passes from waiting for its host to computing without a pause
-LISTENED = 0.75  # of the time of a pipeline, that a rank waits for the next message of a neighbour (seen on an H200)
+LISTENED = 0.75  # of the time of a pipeline, that a rank waits for a neighbour's next message (fitted: decision 26)
 SLICED_ATTENTION = 1.25  # of the time of attention, where it is computed in slices (measured 1.12 to 1.33 on an H200)
 SLICED_LAYER = 1.15  # of the time of a layer that was measured whole (1.12 of its kernels, 1.17 of starting them)
 
